@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -241,15 +241,23 @@ class CudaMemoryMeter(MemoryMeter):
     device.
 
     The allocator counts in units of 512 bytes. The maximum after a mark includes memory that is freed right at the
-    mark, so peaks in forward may be predicted too high.
+    mark, so peaks in forward may be predicted too high. Inside the `with` block of an inner meter, this meter stands
+    still, as in `CpuMemoryMeter`.
     """
+
+    _open_meters: ClassVar[list[CudaMemoryMeter]] = []
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._marks: list[tuple[tuple[Any, ...], int]] = []
         self._peaks: list[int] = []
+        self._peak = 0
+        """Peak since the last mark until the latest inner meter was opened."""
 
     def __enter__(self) -> CudaMemoryMeter:
+        for outer in self._open_meters[-1:]:
+            outer._peak = max(outer._peak, torch.cuda.max_memory_allocated(outer._device))
+        self._open_meters.append(self)
         self._start = torch.cuda.memory_allocated(self._device)
         _reset_peak(self._device)
         self._marks.append((("start",), self._start))
@@ -257,14 +265,19 @@ class CudaMemoryMeter(MemoryMeter):
         return self
 
     def _mark(self, label: tuple[Any, ...], dying_bytes: int) -> None:
-        self._peaks.append(torch.cuda.max_memory_allocated(self._device))
-        _reset_peak(self._device)
+        self._end_interval()
         self._marks.append((label, torch.cuda.memory_allocated(self._device)))
 
     def __exit__(self, *exception: object) -> None:
         self.is_open = False
-        self._peaks.append(torch.cuda.max_memory_allocated(self._device))
+        self._open_meters.remove(self)
+        self._end_interval()
         self.points = [
             MemoryPoint(label, live - self._start, peak - self._start)
             for (label, live), peak in zip(self._marks, self._peaks, strict=True)
         ]
+
+    def _end_interval(self) -> None:
+        self._peaks.append(max(self._peak, torch.cuda.max_memory_allocated(self._device)))
+        self._peak = 0
+        _reset_peak(self._device)
