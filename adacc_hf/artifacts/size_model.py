@@ -19,7 +19,7 @@ from adacc_hf.artifacts.polynomials import Basis, independent_sizes
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.kind_profile import KindProfile, Operator, Value
-    from adacc_hf.artifacts.profile import Head, Profile
+    from adacc_hf.artifacts.profile import Profile
     from adacc_hf.artifacts.tiles import RowTiles
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -232,7 +232,15 @@ def _map_numbers(profile: Profile, change: NumberMap) -> Profile:
             for block in profile.blocks
         ),
         shared=tuple(replace(shared, nbytes=change(shared.nbytes)) for shared in profile.shared),
-        other_heads=tuple(_map_head(head, change) for head in profile.other_heads),
+        other_heads=tuple(
+            replace(
+                head,
+                outside_stored_bytes=change(head.outside_stored_bytes),
+                outside_peak_bytes=change(head.outside_peak_bytes),
+                loss_peak_bytes=change(head.loss_peak_bytes),
+            )
+            for head in profile.other_heads
+        ),
         outside_stored_bytes=change(profile.outside_stored_bytes),
         static_bytes=change(profile.static_bytes),
         outside_peak_bytes=change(profile.outside_peak_bytes),
@@ -265,18 +273,6 @@ def _map_tiles(tiles: RowTiles, change: NumberMap) -> RowTiles:
 def _map_value(value: Value, change: NumberMap) -> Value:
     shape, encoded = tuple(map(change, value.shape)), tuple(map(change, value.encoded_shape))
     return replace(value, shape=shape, encoded_shape=encoded, nbytes=change(value.nbytes))
-
-
-def _map_head(head: Head, change: NumberMap) -> Head:
-    return replace(
-        head,
-        outside_stored_bytes=change(head.outside_stored_bytes),
-        outside_peak_bytes=change(head.outside_peak_bytes),
-        loss_peak_bytes=change(head.loss_peak_bytes),
-        tail_peak_bytes=change(head.tail_peak_bytes),
-        backward_base_bytes=tuple(map(change, head.backward_base_bytes)),
-        outside_live_bytes=change(head.outside_live_bytes),
-    )
 
 
 def _with_times(before: Profile, after: Profile, ratio: float) -> Profile:

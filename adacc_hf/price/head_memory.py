@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from adacc_hf.artifacts.profile import Head, Profile
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.price.measurement import PRICED_HEADS, Measurement, full_logits_loss
-from adacc_hf.price.memory_profile import StepLayout
 from adacc_hf.torch_glue.meters import MemoryMeter
 
 
@@ -56,15 +56,19 @@ class HeadMeter:
         if not self.has_both:
             self._head.check_used()
 
-    def with_other_head(self, layout: StepLayout) -> StepLayout:
-        """Return the memory of the step with the other head."""
+    def with_both(self, profile: Profile) -> Profile:
+        """Return `profile`, measured with the head that trained, with both heads, the plain one first."""
+        own, other = tuple(self.times) if self.is_plain else tuple(self.times)[::-1]
         stored, forward, backward = (-more if self.is_plain else more for more in self._more)
-        return replace(
-            layout,
-            outside_stored_bytes=layout.outside_stored_bytes + stored,
-            outside_peak_bytes=layout.outside_peak_bytes + forward,
-            loss_peak_bytes=layout.loss_peak_bytes + backward,
+        other_head = Head(
+            name=other,
+            ms=self.times[other],
+            outside_stored_bytes=profile.outside_stored_bytes + stored,
+            outside_peak_bytes=profile.outside_peak_bytes + forward,
+            loss_peak_bytes=profile.loss_peak_bytes + backward,
         )
+        profile = replace(profile, head=own, head_ms=self.times[own], other_heads=(other_head,))
+        return profile.with_head("plain")
 
     def _note(self, loss: LossCall) -> None:
         num_rows = loss.rows.shape[0]
