@@ -27,7 +27,6 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.plan_pools import PlanPools
 from adacc_hf.solve.search import Limits, PolicySearch
 from adacc_hf.solve.simple_policies import checkpoint_policy, policy_of_plans, uniform_policy
-from adacc_hf.solve.tiling import with_fewest_tiles
 
 
 @settings_in_config(AdaccConfig)
@@ -50,8 +49,6 @@ def solve_policy(
     host_limit = config.host_limit(profile.host_free_bytes)
     searches = _searches(profile, config, Limits(budget, host_limit))
     search, plans = _fastest(searches, config, Limits(budget, host_limit))
-    if budget.limits_peak:
-        plans = with_fewest_tiles(search.profile, plans, budget.nbytes)
     policy = policy_of_plans(search.profile, plans)
     gap = _gap(searches, policy.predicted_overhead_ms, budget)
     facts = {
