@@ -164,7 +164,7 @@ def _actions_section(profile: Profile, policy: Policy) -> list[Part]:
             continue
         parts += [
             *(f"{_capitalized(note)}." for note in describe_block(kind, plan)),
-            table(HEADERS, [row.cells for row in activation_rows(kind, plan)], {"bytes"}),
+            table(HEADERS, activation_rows(kind, plan), {"bytes"}),
         ]
     return parts
 
