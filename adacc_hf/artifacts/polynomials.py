@@ -143,22 +143,25 @@ class Basis:
 
     def approximate(self, column: Column) -> Approximation:
         """Fit `column` by least squares with the fewest products of sizes that come near it, fewer than there are
-        calls. The factors are 0 or more if such a fit exists."""
+        calls. The factors are 0 or more, as for the peak memory of a step. Without such a fit, the result is the
+        largest number."""
         target = np.array(column, dtype=np.float64)
+        fit = Approximation((), float(target.max()))
         for num_terms in range(1, min(MAX_TERMS, self.num_calls - 1, len(self._columns)) + 1):
             places, matrices, inverses = self._combinations(num_terms)
             factors = inverses @ target
             excess = target - (matrices @ factors[:, :, None])[:, :, 0]
             distance = np.square(excess).sum(axis=1)
-            is_negative = (factors < 0).any(axis=1)
-            if not is_negative.all():
-                distance[is_negative] = np.inf
+            distance[(factors < 0).any(axis=1)] = np.inf
             best = int(distance.argmin())
+            if not np.isfinite(distance[best]):
+                break
+            scaled = factors[best] / self._norms()[places[best]]
+            terms = tuple(zip(scaled.tolist(), places[best].tolist(), strict=True))
+            fit = Approximation(terms, max(0.0, float(excess[best].max())))
             if np.abs(excess[best]).max() <= NEAR * np.abs(target).max():
                 break
-        scaled = factors[best] / self._norms()[places[best]]
-        terms = tuple(zip(scaled.tolist(), places[best].tolist(), strict=True))
-        return Approximation(terms, max(0.0, float(excess[best].max())))
+        return fit
 
     def _candidate_places(self, num_terms: int, column: Column) -> Iterator[tuple[int, ...]]:
         """Yield each choice of `num_terms` products whose linear combination fits `column` in floating-point
