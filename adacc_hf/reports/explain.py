@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.exact_recompute_rules import walk_back
@@ -18,6 +16,7 @@ from adacc_hf.artifacts.policy import (
     Policy,
 )
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.tables import describe_names
 from adacc_hf.artifacts.tiles import tile_rows
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.text_table import table_lines
@@ -45,7 +44,7 @@ def activation_rows(kind: KindProfile, plan: Plan) -> list[tuple[str, ...]]:
     except ValueError as error:
         raise PolicyMismatchError(str(error)) from error
     exact_values = kind.exactness_dependents_of([value for value, option in chosen.items() if not option.lossless])
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for value in kind.activations:
         choice, option = choices[value.index], chosen.get(value.index)
         replay = _replay_price(kind, choices, value)
@@ -109,7 +108,7 @@ def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile
     groups = []
     for index, plan in enumerate(policy.plans):
         members = [position for position, (_, plan_index) in enumerate(policy.blocks) if plan_index == index]
-        groups.append((_names_in_runs(names, members), kinds[members[0]], plan))
+        groups.append((describe_names(names, members), kinds[members[0]], plan))
     return groups
 
 
@@ -238,17 +237,3 @@ def _is_stored_value(value: Value, choices: dict[int, Choice]) -> bool:
     if value.shared is not None or value.is_generator_state:
         return True
     return value.index in choices and choices[value.index].action is not Action.RECOMPUTE
-
-
-def _names_in_runs(names: Sequence[str], positions: Sequence[int]) -> str:
-    """Return the names at `positions` as text. Consecutive positions become one range: "h.0 to h.4 (5 blocks), h.7"."""
-    runs: list[list[int]] = []
-    for position in positions:
-        if runs and position == runs[-1][-1] + 1:
-            runs[-1].append(position)
-        else:
-            runs.append([position])
-    words = [
-        names[run[0]] if len(run) == 1 else f"{names[run[0]]} to {names[run[-1]]} ({len(run)} blocks)" for run in runs
-    ]
-    return ", ".join(words)
