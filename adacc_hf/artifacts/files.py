@@ -53,12 +53,14 @@ def from_fields(expected: Any, value: Any) -> Any:
     This is the inverse of `fields_of`. Values of other types are unchanged. Raises KeyError, TypeError or ValueError if
     the value is not one of this type.
     """
+    if expected in (int, str, bool) and type(value) is not expected:
+        raise TypeError(f"{value!r} is not of type {expected.__name__}")
     origin, arguments = get_origin(expected), get_args(expected)
     if origin is tuple:
         items = arguments[:1] * len(value) if arguments[1:] == (...,) else arguments
         return tuple(from_fields(item, each) for item, each in zip(items, value, strict=True))
     if origin in (Union, UnionType):
-        return None if value is None else from_fields(arguments[0], value)
+        return value if value is None or type(None) not in arguments else from_fields(arguments[0], value)
     if is_dataclass(expected) and isinstance(expected, type):
         hints = _type_hints(expected)
         return expected(**{name: from_fields(hints[name], each) for name, each in dict(value).items()})

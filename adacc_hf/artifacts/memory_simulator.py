@@ -1,6 +1,7 @@
 """Simulation of the memory and time of one training step under a policy, moment by moment, in whole bytes.
 
-The simulator checks the solver's results and shares no code with the solver, which optimises sums over blocks.
+The solver searches with the simulated outcomes of blocks. The sums over blocks in its integer program and its search
+are its own, so the simulation of the whole step checks them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -25,9 +25,8 @@ from adacc_hf.kernels._host_payloads import is_on_host
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.kind_profile import CodecOption
-    from adacc_hf.artifacts.size_model import Shapes
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 COMPILED_FORMAT = "adacc_hf.compiled_policy"
 """Value of "format" in the file of a policy for compiled graphs. See `adacc_hf/compiler/compiled_policy.py`."""
 HEADS = ("plain", "chunked")
@@ -161,7 +160,7 @@ class Policy:
     """Peak of the bytes that a training step stores in host memory."""
     head: str = "plain"
     """Head, which runs the output layer and the loss: "plain", or "chunked" without whole logits."""
-    batch: Shapes = field(default=(), compare=False)
+    batch: tuple[tuple[str, tuple[int, ...]], ...] = field(default=(), compare=False)
     """Names and sizes of the tensors of the batch that the predictions are for, or () if unknown."""
     facts: tuple[tuple[str, Any], ...] = field(default=(), compare=False)
     """Facts about the solver run, as JSON scalars: status, gap, seconds, budget, bytes stored by plain training."""
@@ -268,28 +267,7 @@ class Policy:
         write_json(path, self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "format": "adacc_hf.policy",
-            "version": FORMAT_VERSION,
-            "predicted_stored_bytes": self.predicted_stored_bytes,
-            "predicted_peak_bytes": self.predicted_peak_bytes,
-            "predicted_overhead_ms": self.predicted_overhead_ms,
-            "predicted_host_bytes": self.predicted_host_bytes,
-            "head": self.head,
-            "batch": {name: list(size) for name, size in self.batch},
-            "facts": dict(self.facts),
-            "plans": [
-                {
-                    "kind": plan.kind,
-                    "choices": {str(value): choice.to_json() for value, choice in plan.choices},
-                    "is_checkpointed": plan.is_checkpointed,
-                    "places": {str(value): list(place) for value, place in plan.places},
-                    **({} if plan.tiling is None else {"tiling": vars(plan.tiling)}),
-                }
-                for plan in self.plans
-            ],
-            "blocks": dict(self.blocks),
-        }
+        return {"format": "adacc_hf.policy", "version": FORMAT_VERSION, **asdict(self)}
 
     @classmethod
     def load(cls, path: str | Path) -> Policy:
@@ -311,40 +289,11 @@ class Policy:
                 f"solve the policy again"
             )
         try:
-            return cls(
-                plans=tuple(
-                    Plan(
-                        kind=plan["kind"],
-                        choices=tuple((int(v), Choice.from_json(c)) for v, c in plan["choices"].items()),
-                        is_checkpointed=bool(plan["is_checkpointed"]),
-                        places=tuple((int(v), tuple(place)) for v, place in plan["places"].items()),
-                        tiling=from_fields(Tiling, plan["tiling"]) if "tiling" in plan else None,
-                    )
-                    for plan in record["plans"]
-                ),
-                blocks=tuple(_checked_blocks(record)),
-                predicted_stored_bytes=int(record["predicted_stored_bytes"]),
-                predicted_peak_bytes=int(record["predicted_peak_bytes"]),
-                predicted_overhead_ms=float(record["predicted_overhead_ms"]),
-                predicted_host_bytes=int(record.get("predicted_host_bytes", 0)),
-                head=_checked_head(record["head"]),
-                batch=tuple((name, tuple(map(int, size))) for name, size in record.get("batch", {}).items()),
-                facts=tuple(record["facts"].items()),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            policy = from_fields(cls, {name: v for name, v in record.items() if name not in ("format", "version")})
+            if policy.head not in HEADS or any(not 0 <= plan < len(policy.plans) for _, plan in policy.blocks):
+                raise ValueError("the head is unknown, or a block names a plan that is not in the file")
+            return policy
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PolicyMismatchError(
                 f"{source} is a damaged policy file ({type(error).__name__}: {error}): solve the policy again"
             ) from error
-
-
-def _checked_head(name: str) -> str:
-    if name not in HEADS:
-        raise ValueError(f"head {name!r} is not one of {', '.join(HEADS)}")
-    return name
-
-
-def _checked_blocks(record: dict[str, Any]) -> list[tuple[str, int]]:
-    blocks = [(str(name), int(plan)) for name, plan in record["blocks"].items()]
-    if any(not 0 <= plan < len(record["plans"]) for _, plan in blocks):
-        raise ValueError("a block names a plan that is not in the file")
-    return blocks

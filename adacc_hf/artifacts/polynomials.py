@@ -3,7 +3,7 @@
 The sizes, strides, offsets and bytes of a block's tensors are sums of products of a few sizes, such as batch size and
 sequence length. A fit tries a constant, then one product of sizes times a factor, then sums of two and of three
 products, all in exact arithmetic. A fit is accepted only if at least one call that was not used for the fit confirms
-the fit.
+the fit. A peak is the maximum of several sums. If no sum gives its numbers exactly, it is approximated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import combinations, product
-from math import gcd, lcm, prod
+from math import ceil, gcd, lcm, prod
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,9 @@ MAX_DEGREE = 3
 """Maximum number of sizes multiplied in one product. The number of attention scores, for example, grows with batch x
 tokens x tokens."""
 MAX_TERMS = 3
-MIN_LEAST_SQUARES_CALLS = 2 * MAX_TERMS
-"""Minimum number of calls for an approximation by least squares with MAX_TERMS terms."""
+NEAR = 0.005
+"""Largest relative distance from the fitted numbers at which an approximation needs no further product of sizes. With
+more products than needed, it may be far from the numbers of larger batches."""
 RELATIVE_TOLERANCE = 1e-6
 """Largest floating-point error of a candidate sum of products, relative to the largest number that is fitted. The
 rounding error of a term is about 1e-16 of the term, and terms of opposite sign may be 1e9 times as large as the sum."""
@@ -63,16 +64,19 @@ class Polynomial:
         """Evaluate the polynomial, and round the result up to an integer."""
         return -(-sum(factor * products[place] for factor, place in self.terms) // self.divisor)
 
-    def __add__(self, other: Polynomial) -> Polynomial:
-        divisor = lcm(self.divisor, other.divisor)
-        factors: dict[int, int] = {}
-        for polynomial in (self, other):
-            for factor, place in polynomial.terms:
-                factors[place] = factors.get(place, 0) + factor * (divisor // polynomial.divisor)
-        return Polynomial(tuple((factor, place) for place, factor in factors.items() if factor), divisor)
-
     def __repr__(self) -> str:
         return f"Polynomial({self.terms}, {self.divisor})"
+
+
+class Approximation:
+    """A sum of products of sizes with float factors, plus a constant so that no fitted number is above the sum."""
+
+    def __init__(self, terms: tuple[tuple[float, int], ...], shortfall: float) -> None:
+        self._terms, self._shortfall = terms, shortfall
+
+    def ceil(self, products: Sequence[int]) -> int:
+        """Evaluate the sum, and round the result up to an integer."""
+        return ceil(sum(factor * products[place] for factor, place in self._terms) + self._shortfall)
 
 
 class Basis:
@@ -90,15 +94,6 @@ class Basis:
     def products(self, sizes: Sizes) -> list[int]:
         """Return the value of each product at `sizes`."""
         return [prod([n**e for n, e in zip(sizes, exponents, strict=True) if e]) for exponents in self._exponents]
-
-    def share_of_full_products(self, polynomial: Polynomial, sizes: Sizes) -> float:
-        """Return the fraction of the polynomial's value at `sizes` that comes from full products.
-
-        A full product has every size as a factor, for example samples x tokens.
-        """
-        products = self.products(sizes)
-        full = [f * products[p] for f, p in polynomial.terms if all(self._exponents[p])]
-        return sum(full) / max(1, sum(f * products[p] for f, p in polynomial.terms))
 
     def period(self, polynomial: Polynomial, symbol: int) -> int:
         """Return the step between the sizes at index `symbol` for which `polynomial` is an integer.
@@ -146,29 +141,27 @@ class Basis:
                     return Polynomial(tuple(zip(factors, places, strict=True)), divisor)
         return None
 
-    def fit_least_squares(self, column: Column) -> tuple[tuple[tuple[float, int], ...], float] | None:
-        """Fit `column` by least squares with MAX_TERMS products of sizes. Return None if no fit is possible.
-
-        Otherwise, return a pair (terms, shortfall). `terms` has a (factor, index of the product) for each term, with
-        factors of 0 or more. `shortfall` is the largest amount by which the fit is below a number in `column`.
-
-        The approximation is for the peak memory of models with two sequences per sample (encoder and decoder). Such a
-        peak is the maximum of several sums of different products. Linear interpolation by the number of elements would
-        not distinguish the lengths of the two sequences.
-        """
-        if len(self._columns) < MAX_TERMS:
-            return None
-        places, matrices, inverses = self._combinations(MAX_TERMS)
+    def approximate(self, column: Column) -> Approximation:
+        """Fit `column` by least squares with the fewest products of sizes that come near it, fewer than there are
+        calls. The factors are 0 or more, as for the peak memory of a step. Without such a fit, the result is the
+        largest number."""
         target = np.array(column, dtype=np.float64)
-        factors = inverses @ target
-        distance = np.square((matrices @ factors[:, :, None])[:, :, 0] - target).sum(axis=1)
-        distance[(factors < 0).any(axis=1)] = np.inf
-        best = int(distance.argmin())
-        if not np.isfinite(distance[best]):
-            return None
-        shortfall = float((target - matrices[best] @ factors[best]).max())
-        scaled = factors[best] / self._norms()[places[best]]
-        return tuple(zip(scaled.tolist(), places[best].tolist(), strict=True)), max(0.0, shortfall)
+        fit = Approximation((), float(target.max()))
+        for num_terms in range(1, min(MAX_TERMS, self.num_calls - 1, len(self._columns)) + 1):
+            places, matrices, inverses = self._combinations(num_terms)
+            factors = inverses @ target
+            excess = target - (matrices @ factors[:, :, None])[:, :, 0]
+            distance = np.square(excess).sum(axis=1)
+            distance[(factors < 0).any(axis=1)] = np.inf
+            best = int(distance.argmin())
+            if not np.isfinite(distance[best]):
+                break
+            scaled = factors[best] / self._norms()[places[best]]
+            terms = tuple(zip(scaled.tolist(), places[best].tolist(), strict=True))
+            fit = Approximation(terms, max(0.0, float(excess[best].max())))
+            if np.abs(excess[best]).max() <= NEAR * np.abs(target).max():
+                break
+        return fit
 
     def _candidate_places(self, num_terms: int, column: Column) -> Iterator[tuple[int, ...]]:
         """Yield each choice of `num_terms` products whose linear combination fits `column` in floating-point

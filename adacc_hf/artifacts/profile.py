@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import fields_of, from_fields, read_json, write_json
@@ -19,7 +20,7 @@ from adacc_hf.artifacts.size_model import Shapes, SizeModel, sizes_of
 from adacc_hf.artifacts.tables import profile_tables
 from adacc_hf.artifacts.units import format_bytes
 
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +60,9 @@ class Head:
     outside_stored_bytes: int
     outside_peak_bytes: int
     loss_peak_bytes: int
-    tail_peak_bytes: int
-    backward_base_bytes: tuple[int, ...]
-    """`BlockProfile.backward_base_bytes` of each block, in forward order."""
-    outside_live_bytes: int = 0
+
+
+P = TypeVar("P", "Profile", Head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,18 +126,21 @@ class Profile:
                 f"head={name!r} is not in this profile, which has {' and '.join(self.heads)}: profile again with "
                 f"AdaccConfig(head={name!r}), on a model whose output layer can be chunked"
             )
-        bases = zip(self.blocks, new_head.backward_base_bytes, strict=True)
+        own_head = Head(
+            name=self.head,
+            ms=self.head_ms,
+            outside_stored_bytes=self.outside_stored_bytes,
+            outside_peak_bytes=self.outside_peak_bytes,
+            loss_peak_bytes=self.loss_peak_bytes,
+        )
         return replace(
             self,
             head=name,
             head_ms=new_head.ms,
-            other_heads=(self._own_head(), *(head for head in self.other_heads if head is not new_head)),
-            blocks=tuple(replace(block, backward_base_bytes=base) for block, base in bases),
+            other_heads=(own_head, *(head for head in self.other_heads if head is not new_head)),
             outside_stored_bytes=new_head.outside_stored_bytes,
             outside_peak_bytes=new_head.outside_peak_bytes,
-            outside_live_bytes=new_head.outside_live_bytes,
             loss_peak_bytes=new_head.loss_peak_bytes,
-            tail_peak_bytes=new_head.tail_peak_bytes,
         )
 
     def without_codecs_below(self, nbytes: int) -> Profile:
@@ -156,32 +159,30 @@ class Profile:
         `blocks[i]` in the backward of the i-th block, and `after` once the backward of all blocks has ended.
         `static_bytes` and the optimizer's peak do not change.
         """
-
-        def shifted(bases: Sequence[int]) -> tuple[int, ...]:
-            return tuple(base + more for base, more in zip(bases, blocks, strict=True))
-
-        heads = (
-            replace(
-                other,
-                outside_peak_bytes=other.outside_peak_bytes + head,
-                loss_peak_bytes=other.loss_peak_bytes + head,
-                tail_peak_bytes=other.tail_peak_bytes + after,
-                backward_base_bytes=shifted(other.backward_base_bytes),
-            )
-            for other in self.other_heads
-        )
-        bases = shifted([block.backward_base_bytes for block in self.blocks])
         return replace(
-            self,
+            self.with_extra_head_bytes(head, head),
             blocks=tuple(
-                replace(block, forward_base_bytes=block.forward_base_bytes + forward, backward_base_bytes=base)
-                for block, base in zip(self.blocks, bases, strict=True)
+                replace(
+                    block,
+                    forward_base_bytes=block.forward_base_bytes + forward,
+                    backward_base_bytes=block.backward_base_bytes + backward,
+                )
+                for block, backward in zip(self.blocks, blocks, strict=True)
             ),
-            outside_peak_bytes=self.outside_peak_bytes + head,
-            loss_peak_bytes=self.loss_peak_bytes + head,
             tail_peak_bytes=self.tail_peak_bytes + after,
-            other_heads=tuple(heads),
         )
+
+    def with_extra_head_bytes(self, forward: int, backward: int) -> Profile:
+        """Return a copy with more live bytes, or fewer, in the forward and backward of all heads."""
+
+        def shifted(peaks: P) -> P:
+            return replace(
+                peaks,
+                outside_peak_bytes=peaks.outside_peak_bytes + forward,
+                loss_peak_bytes=peaks.loss_peak_bytes + backward,
+            )
+
+        return replace(shifted(self), other_heads=tuple(map(shifted, self.other_heads)))
 
     def with_tiles(self, num_tiles: Sequence[int]) -> Profile:
         """Return a copy in which the row-wise modules of the i-th block run in `num_tiles[i]` tiles, or without tiles
@@ -232,18 +233,6 @@ class Profile:
         """Return the indices, in `kinds`, of the kinds that `block` may have: without and with tiles."""
         tiled = self.kinds[block.kind].tiled
         return (block.kind,) if tiled is None else (block.kind, tiled)
-
-    def _own_head(self) -> Head:
-        return Head(
-            name=self.head,
-            ms=self.head_ms,
-            outside_stored_bytes=self.outside_stored_bytes,
-            outside_peak_bytes=self.outside_peak_bytes,
-            outside_live_bytes=self.outside_live_bytes,
-            loss_peak_bytes=self.loss_peak_bytes,
-            tail_peak_bytes=self.tail_peak_bytes,
-            backward_base_bytes=tuple(block.backward_base_bytes for block in self.blocks),
-        )
 
     @property
     def head_overhead_ms(self) -> float:

@@ -30,7 +30,8 @@ def policy_tables(title: str, policy: Policy) -> str:
     """Return `title` and a table of the policy's plans: their blocks, and the number of activations per action."""
     rows = []
     for index, plan in enumerate(policy.plans):
-        names = describe_names([name for name, plan_index in policy.blocks if plan_index == index])
+        members = [position for position, (_, plan_index) in enumerate(policy.blocks) if plan_index == index]
+        names = describe_names([name for name, _ in policy.blocks], members)
         if plan.is_idle:
             rows.append([names, "not trained", "", "", ""])
             continue
@@ -62,8 +63,15 @@ def profile_tables(profile: Profile) -> str:
     return f"`{profile!r}`\n\n{tables[0]}\n\n{tables[1]}\n"
 
 
-def describe_names(names: Sequence[str]) -> str:
-    """Return a short string that lists the blocks `names`, which share a plan: "h.0, h.1 and 4 more, up to h.9"."""
-    if len(names) <= 3:
-        return ", ".join(names)
-    return f"{names[0]}, {names[1]} and {len(names) - 2} more, up to {names[-1]}"
+def describe_names(names: Sequence[str], positions: Sequence[int]) -> str:
+    """Return the names at `positions` as text. Consecutive positions become one range: "h.0 to h.4 (5 blocks), h.7"."""
+    runs: list[list[int]] = []
+    for position in positions:
+        if runs and position == runs[-1][-1] + 1:
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+    words = [
+        names[run[0]] if len(run) == 1 else f"{names[run[0]]} to {names[run[-1]]} ({len(run)} blocks)" for run in runs
+    ]
+    return ", ".join(words)

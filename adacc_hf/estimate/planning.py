@@ -15,7 +15,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import FakeModel, Workload, fake_model
 from adacc_hf.estimate.static_memory import StaticMemory, static_memory
-from adacc_hf.solve.simple_policies import simulate_checkpointed, uniform_policy
+from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 from adacc_hf.solve.solver import solve_policy
 from adacc_hf.torch_glue.compat import attention_of
 from adacc_hf.torch_glue.memory import distinct_bytes
@@ -243,7 +243,8 @@ def fully_recomputed(profile: Profile) -> Outcome:
     Blocks with collective communication are checkpointed too, and all ranks run these blocks again in backward. A
     policy never checkpoints such blocks.
     """
-    return simulate_checkpointed(with_checkpointing(profile))
+    profile = with_checkpointing(profile)
+    return simulate_policy(profile, checkpoint_policy(profile))
 
 
 def with_checkpointing(profile: Profile) -> Profile:

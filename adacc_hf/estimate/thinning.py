@@ -74,43 +74,26 @@ class Thinning:
         names = [name for block in thin.blocks for name in (block.name, *self.gaps.get(block.name, ()))]
         counts = [len(self.gaps.get(block.name, ())) for block in thin.blocks]
         missing = self.missing_bytes
-
-        def in_backward(bases: Sequence[int]) -> tuple[list[int], int]:
-            values, increase = _extended(bases[::-1], [*counts[-2::-1], 0])
-            return [value + missing for value in values[::-1]], missing + increase
-
         forward, cached_bytes = _extended([block.forward_base_bytes for block in thin.blocks], counts)
-        backward, tail = in_backward([block.backward_base_bytes for block in thin.blocks])
+        bases = [block.backward_base_bytes for block in thin.blocks]
+        backward, gradient_bytes = _extended(bases[::-1], [*counts[-2::-1], 0])
         kinds = [block.kind for block, count in zip(thin.blocks, counts, strict=True) for _ in range(1 + count)]
-        heads = []
-        for head in thin.other_heads:
-            bases, tail_of_head = in_backward(head.backward_base_bytes)
-            heads.append(
-                replace(
-                    head,
-                    outside_peak_bytes=head.outside_peak_bytes + missing + cached_bytes,
-                    loss_peak_bytes=head.loss_peak_bytes + missing,
-                    tail_peak_bytes=head.tail_peak_bytes + tail_of_head,
-                    backward_base_bytes=tuple(bases),
-                )
-            )
         block_ms = (
             count * (thin.kind_of(block).forward_ms + backward_ms.get(following.name, 0.0))
             for block, following, count in zip(thin.blocks, thin.blocks[1:], counts, strict=False)
         )
         return replace(
-            thin,
+            # Casts that autocast caches until the forward's end count even if the peak is before the blocks.
+            thin.with_extra_head_bytes(missing + cached_bytes, missing),
             blocks=tuple(
-                BlockProfile(name=name, kind=kind, forward_base_bytes=missing + first, backward_base_bytes=second)
-                for name, kind, first, second in zip(names, kinds, forward, backward, strict=True)
+                BlockProfile(
+                    name=name, kind=kind, forward_base_bytes=missing + first, backward_base_bytes=missing + second
+                )
+                for name, kind, first, second in zip(names, kinds, forward, backward[::-1], strict=True)
             ),
             static_bytes=thin.static_bytes + missing,
             step_ms=thin.step_ms + sum(block_ms),
-            # Casts that autocast caches until the forward's end count even if the peak is before the blocks.
-            outside_peak_bytes=thin.outside_peak_bytes + missing + cached_bytes,
-            loss_peak_bytes=thin.loss_peak_bytes + missing,
-            tail_peak_bytes=thin.tail_peak_bytes + tail,
-            other_heads=tuple(heads),
+            tail_peak_bytes=thin.tail_peak_bytes + missing + gradient_bytes,
         )
 
 

@@ -84,11 +84,6 @@ class LossCall:
         """Return the loss of the first `num_rows` rows."""
         return replace(self, rows=self.rows[:num_rows], target=self.target[:num_rows])
 
-    def without_weight_gradient(self) -> LossCall:
-        """Return this loss as that of a layer whose parameters are frozen."""
-        bias = self.call.bias
-        return self.on(self.rows, self.call.weight.detach(), None if bias is None else bias.detach())
-
     def detached(self) -> LossCall:
         """Return a copy of this loss whose inputs are leaf tensors, so that its backward ends at them."""
         rows, weight, bias = (

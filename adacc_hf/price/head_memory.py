@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from adacc_hf.artifacts.profile import Head, Profile
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.price.measurement import PRICED_HEADS, Measurement, full_logits_loss
-from adacc_hf.price.memory_profile import StepLayout
-from adacc_hf.torch_glue.meters import MemoryMeter
+from adacc_hf.price.tile_memory import OperatorMarks
+from adacc_hf.torch_glue.meters import MemoryMeter, MemoryPoint
 
 
 class HeadMeter:
@@ -56,15 +57,19 @@ class HeadMeter:
         if not self.has_both:
             self._head.check_used()
 
-    def with_other_head(self, layout: StepLayout) -> StepLayout:
-        """Return the memory of the step with the other head."""
+    def with_both(self, profile: Profile) -> Profile:
+        """Return `profile`, measured with the head that trained, with both heads, the plain one first."""
+        own, other = tuple(self.times) if self.is_plain else tuple(self.times)[::-1]
         stored, forward, backward = (-more if self.is_plain else more for more in self._more)
-        return replace(
-            layout,
-            outside_stored_bytes=layout.outside_stored_bytes + stored,
-            outside_peak_bytes=layout.outside_peak_bytes + forward,
-            loss_peak_bytes=layout.loss_peak_bytes + backward,
+        other_head = Head(
+            name=other,
+            ms=self.times[other],
+            outside_stored_bytes=profile.outside_stored_bytes + stored,
+            outside_peak_bytes=profile.outside_peak_bytes + forward,
+            loss_peak_bytes=profile.loss_peak_bytes + backward,
         )
+        profile = replace(profile, head=own, head_ms=self.times[own], other_heads=(other_head,))
+        return profile.with_head("plain")
 
     def _note(self, loss: LossCall) -> None:
         num_rows = loss.rows.shape[0]
@@ -74,11 +79,9 @@ class HeadMeter:
         with self._aside(), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             for name, compute in PRICED_HEADS.items():
                 self.times[name] += ratio * self._measurement.head_ms(larger, compute)
-            chunked = self._bytes(loss, LossCall.chunked)
-            # The backward has two peaks. That of the softmax grows with the rows alone, so it is measured without the
-            # weight's gradient.
-            whole = [self._extrapolated(num_rows, larger, smaller, has_weight) for has_weight in (True, False)]
-        more = [max(plain) - own for *plain, own in zip(*whole, chunked, strict=True)]
+            chunked = _bytes(self._moments(loss, LossCall.chunked))
+            whole = _bytes(self._extrapolated(num_rows, larger, smaller))
+        more = [plain - own for plain, own in zip(whole, chunked, strict=True)]
         # The layer keeps its input for backward, unless it casts the input, and the whole loss its target.
         kept_bytes = loss.rows.nbytes if loss.rows.dtype is loss.call.dtype else 0
         kept_bytes += 0 if self._is_of_batch(loss.target) else loss.target.untyped_storage().nbytes()
@@ -86,22 +89,33 @@ class HeadMeter:
         at_peak = 0 if self.is_plain else kept_bytes
         self._more = [stored + more[0] + kept_bytes, max(forward, more[1]), max(backward, more[2] + at_peak)]
 
-    def _extrapolated(self, num_rows: int, larger: LossCall, smaller: LossCall, has_weight: bool) -> list[int]:
-        """Return the bytes of whole logits of `num_rows` rows, from those of two parts."""
-        at_larger, at_smaller = (
-            self._bytes(part if has_weight else part.without_weight_gradient(), full_logits_loss)
-            for part in (larger, smaller)
-        )
+    def _extrapolated(self, num_rows: int, larger: LossCall, smaller: LossCall) -> list[MemoryPoint]:
+        """Return the moments of a loss of whole logits of `num_rows` rows, whose bytes are linear in the rows, from
+        those of two parts."""
         count, fewer = larger.rows.shape[0], smaller.rows.shape[0]
         slope = (num_rows - count) / max(1, count - fewer)
-        return [int(more + slope * (more - less)) for more, less in zip(at_larger, at_smaller, strict=True)]
 
-    def _bytes(self, loss: LossCall, compute: Callable[[LossCall], Tensor]) -> tuple[int, int, int]:
-        """Return the bytes that a loss stores for backward, and its peaks in forward and backward."""
-        with self._measurement.meter(loss.rows.device) as meter:
+        def at(more: int, less: int) -> int:
+            return int(more + slope * (more - less))
+
+        parts = (self._moments(part, full_logits_loss) for part in (larger, smaller))
+        return [
+            MemoryPoint(more.label, at(more.live_bytes, less.live_bytes), at(more.max_bytes, less.max_bytes))
+            for more, less in zip(*parts, strict=True)
+        ]
+
+    def _moments(self, loss: LossCall, compute: Callable[[LossCall], Tensor]) -> list[MemoryPoint]:
+        """Return the live bytes between successive operators of a loss and its backward, which begins at "stored"."""
+        with self._measurement.meter(loss.rows.device) as meter, OperatorMarks(meter):
             value = compute(loss.detached())
             meter.mark(("stored",))
             self._measurement.backward(value)
             del value
-        *forward, stored = meter.points
-        return stored.live_bytes, max(point.max_bytes for point in forward), stored.max_bytes
+        return meter.points
+
+
+def _bytes(moments: Sequence[MemoryPoint]) -> tuple[int, int, int]:
+    """Return the bytes that a loss stores for backward, and its peaks in forward and backward."""
+    start = next(number for number, point in enumerate(moments) if point.label == ("stored",))
+    forward, backward = (max(point.max_bytes for point in part) for part in (moments[:start], moments[start:]))
+    return moments[start].live_bytes, forward, backward

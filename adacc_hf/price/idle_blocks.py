@@ -71,10 +71,6 @@ def with_idle_blocks(profile: Profile, installation: Installation) -> Profile:
         profile,
         kinds=(*profile.kinds, *(idle(block_class=block_class) for block_class in kinds)),
         blocks=(*profile.blocks, *blocks),
-        other_heads=tuple(
-            replace(head, backward_base_bytes=(*head.backward_base_bytes, *[base] * len(blocks)))
-            for head in profile.other_heads
-        ),
     )
 
 

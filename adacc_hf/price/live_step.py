@@ -21,15 +21,14 @@ from torch import nn
 from adacc_hf.artifacts.call_names import call_name
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import ChunkedHeadError
-from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.profile import BlockProfile, Profile
 from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.head.head import ChunkedHead
-from adacc_hf.price.assembled_profile import assemble
 from adacc_hf.price.batch import Batch, TrainingStep
 from adacc_hf.price.head_memory import HeadMeter
 from adacc_hf.price.idle_blocks import with_idle_blocks
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.memory_profile import CallMarks, StepLayout, gradient_bytes, step_layout, with_step
+from adacc_hf.price.memory_profile import CallMarks, gradient_bytes, step_layout, with_step
 from adacc_hf.price.model_recorder import ModelRecorder, state_storages
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.shared_storage import storage_key_of
@@ -256,38 +255,51 @@ class LiveStep:
             {name: outcome.stored_bytes + unplanned.get(name, (0, 0))[0] for name, outcome in outcomes.items()},
             {name: outcome.live_bytes + unplanned.get(name, (0, 0))[1] for name, outcome in outcomes.items()},
             self._recorder.leftovers,
-            loss_bytes=self._loss_bytes,
-            gradient_bytes=self._gradient_bytes,
-            earlier_bytes=self._earlier_bytes,
-            ms=self._step_ms + in_blocks_ms,
         )
         recording = with_step(recording, layout)
-        layouts, head_ms = self._layouts(layout)
-        profile = assemble(
-            self._installation.model,
-            recording,
-            layouts,
-            head_ms,
-            step=step,
-            config=self.config,
-            measurement=self._measurement,
-            resident_bytes=self._static_bytes - self._earlier_bytes,
-            sizes=self.sizes,
-            batch_bytes=self._batch_bytes,
+        model, shared, measurement = self._installation.model, recording.shared, self._measurement
+        host_link, host_free_bytes = measurement.host_link(self._device, self.config, model)
+        later_bytes = step.other_batches_bytes(self._batch_bytes) + step.optimizer_state_bytes
+        static_bytes = self._static_bytes + later_bytes
+        replay_records = {index for kind in recording.kinds for index in kind.held}
+        saved_records = replay_records | {index for index, record in enumerate(shared) if record.saved}
+        saved_shared_bytes = sum(shared[index].nbytes for index in saved_records)
+        optimizer_bytes = self._gradient_bytes - self._earlier_bytes + step.optimizer_step_bytes
+        profile = Profile(
+            model_class=type(model).__name__,
+            kinds=tuple(replace(kind, host_link=host_link) for kind in recording.kinds),
+            blocks=tuple(
+                BlockProfile(
+                    name=block.name,
+                    kind=block.kind,
+                    forward_base_bytes=static_bytes + layout.forward_bases[block.name],
+                    backward_base_bytes=static_bytes + layout.bases[block.name],
+                )
+                for block in recording.blocks
+            ),
+            shared=shared,
+            outside_stored_bytes=layout.outside_stored_bytes - self._loss_bytes - saved_shared_bytes,
+            static_bytes=static_bytes,
+            outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
+            loss_peak_bytes=static_bytes + layout.loss_peak_bytes,
+            tail_peak_bytes=static_bytes + max(layout.tail_peak_bytes, layout.first_peak_bytes),
+            outside_live_bytes=sum(shared[index].nbytes for index in replay_records & recording.freed_shared),
+            available_bytes=measurement.available_bytes(model, step.optimizer),
+            host_free_bytes=host_free_bytes,
+            step_ms=self._step_ms + in_blocks_ms,
+            device=str(self._device),
+            optimizer_peak_bytes=0 if step.optimizer is None else static_bytes + optimizer_bytes,
+            measured=((self.sizes, ()),),
         )
-        return with_idle_blocks(profile, self._installation)
+        return self._with_heads(with_idle_blocks(profile, self._installation))
 
-    def _layouts(self, layout: StepLayout) -> tuple[dict[str, StepLayout], dict[str, float]]:
-        """Return the memory of the step with each head that a policy may choose, and the heads' times."""
+    def _with_heads(self, profile: Profile) -> Profile:
+        """Return `profile` with each head that a policy may choose."""
         meter = self._head_meter
         if meter is None or (not meter.has_both and len(self.config.heads) > 1):
-            return {"plain": layout}, {}
+            return profile
         meter.check()
-        if self.config.heads == ("chunked",):
-            return {"chunked": layout}, {}
-        other = meter.with_other_head(layout)
-        plain, chunked = (layout, other) if meter.is_plain else (other, layout)
-        return {"plain": plain, "chunked": chunked}, meter.times
+        return replace(profile, head="chunked") if self.config.heads == ("chunked",) else meter.with_both(profile)
 
     @property
     def _is_head_chunked(self) -> bool:

@@ -45,17 +45,11 @@ class StepLayout:
     first_peak_bytes: int
     """Peak before the first block runs, for example in a teacher's forward."""
     outside_stored_bytes: int
-    """Live bytes at the start of backward, without the tensors that blocks stored and without the loss."""
+    """Live bytes at the start of backward, without the tensors that blocks stored."""
     outside_peak_bytes: int
     loss_peak_bytes: int
     tail_peak_bytes: int
     """Peak after the backward of all blocks. 0 if no operator runs then."""
-    gradient_bytes: int
-    """Bytes of all gradients at the end of backward."""
-    earlier_bytes: int
-    """Bytes that earlier micro-batches of the step left: gradients, and what ranks have yet to exchange."""
-    ms: float
-    """Milliseconds of the step."""
     peaks: dict[str, int]
     """Peak in each block's backward, without the tensors that it and earlier blocks stored."""
 
@@ -116,11 +110,6 @@ def step_layout(
     stored: Mapping[str, int],
     live: Mapping[str, int],
     leftovers: Mapping[str, int],
-    *,
-    loss_bytes: int,
-    gradient_bytes: int,
-    earlier_bytes: int,
-    ms: float,
 ) -> StepLayout:
     """Return the memory of a step from the `points` of a meter, and the bytes that each block `stored`, in the order of
     the forward. `live` are the stored bytes without the tensors that live until the end of the forward anyway, and
@@ -147,13 +136,10 @@ def step_layout(
         forward_peaks={name: peak_between(points, ("enter", name), "leave") - starts[name] for name in names},
         rest_peaks={name: peak_between(points, ("leave", name), "enter") - starts[name] for name in names[:-1]},
         first_peak_bytes=max(point.max_bytes for point in points[:first_enter]),
-        outside_stored_bytes=next(all_of("loss")).live_bytes - all_stored - loss_bytes,
+        outside_stored_bytes=next(all_of("loss")).live_bytes - all_stored,
         outside_peak_bytes=peak_between(points, ("leave", names[-1]), "loss") - sum(live.values()),
         loss_peak_bytes=peak_between(points, ("loss",), "backward") - all_stored,
         tail_peak_bytes=0 if tail is None else peak_between(points, tail.label),
-        gradient_bytes=gradient_bytes,
-        earlier_bytes=earlier_bytes,
-        ms=ms,
         peaks={
             name: peak_between(points, ("backward", name), "backward", "tail") - bases[name] - stored_up_to[name]
             for name in backwards

@@ -85,7 +85,7 @@ def _moments(meter: MemoryMeter, run: Callable[[], Any]) -> list[int]:
     """Return the live bytes between successive operators of `run`, above those before it."""
     with meter:
         meter.mark(("begin",))
-        with _Marks(meter):
+        with OperatorMarks(meter):
             result = run()
             meter.mark(("end",))
         del result
@@ -93,7 +93,9 @@ def _moments(meter: MemoryMeter, run: Callable[[], Any]) -> list[int]:
     return [point.max_bytes - base for point in meter.points]
 
 
-class _Marks(TorchDispatchMode):
+class OperatorMarks(TorchDispatchMode):
+    """Mode that marks the end of each operator in a meter."""
+
     def __init__(self, meter: MemoryMeter) -> None:
         super().__init__()
         self._meter = meter

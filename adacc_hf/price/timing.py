@@ -42,12 +42,17 @@ def device_name(device: torch.device) -> str:
     """Return the device's name, with the number of threads for a CPU. Times depend on both."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    return f"{processor_names()[0]}, {torch.get_num_threads()} threads"
+
+
+def processor_names() -> list[str]:
+    """Return the processor's name for each core of this machine, or only the architecture if the name is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"{next(names, platform.machine())}, {torch.get_num_threads()} threads"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names or [platform.machine()]
 
 
 def wait_for(device: torch.device) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.exact_recompute_rules import walk_back
@@ -19,6 +16,7 @@ from adacc_hf.artifacts.policy import (
     Policy,
 )
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.tables import describe_names
 from adacc_hf.artifacts.tiles import tile_rows
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.text_table import table_lines
@@ -30,89 +28,46 @@ NOTHING_TO_DECIDE = (
 HEADERS = ("activation", "shape", "bytes", "action", "reason")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActivationRow:
-    """Row of a report for one activation under one plan of a block, with the cost of every possible action."""
-
-    value: Value
-    label: str
-    """Name of the activation, with a number if several activations of the block have the same name."""
-    choice: Choice
-    option: CodecOption | None
-    """Codec that compresses the activation, with its cost. None if the activation is not compressed."""
-    options: tuple[CodecOption, ...]
-    """Codecs that may compress the activation, with their costs."""
-    replay_ms: float | None
-    """Milliseconds to recompute the activation from the values that the plan stores, or None if that is impossible. The
-    time of an operator that two rows need is part of both numbers, although the operator runs once."""
-    twin: str | None = None
-    """Label of an earlier activation with the same bits, which backward reads instead of recomputing this activation.
-    None if there is no such activation."""
-    needs_exact_inputs: bool = False
-    """True if the activation must be exact, but a recomputation would read values that the plan compresses lossily. The
-    activation is then not recomputed."""
-    is_checkpointed: bool = False
-    """True if torch's checkpoint runs the whole block."""
-
-    @property
-    def reason(self) -> str:
-        """Costs of the actions as text: first the chosen action and the bytes that it frees, then the other actions."""
-        others = [self._codec_price(option) for option in self.options if option != self.option]
-        others += [f"{codec}: no, the gradient error would be {error:.0%}" for codec, error in self.value.too_coarse]
-        if self.is_checkpointed and self.choice.action is Action.RECOMPUTE:
-            return "recompute: with the whole block"
-        if self.choice.action is Action.RETAIN:
-            return "; ".join(["retain: frees nothing", self._replay_price(), *others])
-        if self.option is None:
-            return "; ".join([self._replay_price(), *others])
-        return "; ".join([self._codec_price(self.option), self._replay_price(), *others])
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The columns of HEADERS, with a shape such as "float32[8, 256, 1024]"."""
-        shape = f"{self.value.dtype.removeprefix('torch.')}{list(self.value.shape)}"
-        return self.label, shape, format_bytes(self.value.nbytes), str(self.choice), self.reason
-
-    def _replay_price(self) -> str:
-        if self.needs_exact_inputs:
-            return "recompute: not allowed from values stored with loss"
-        if self.replay_ms is None:
-            return "recompute: not possible"
-        source = "" if self.twin is None else f", taken from {self.twin}"
-        return f"recompute: {self.replay_ms:.2f} ms for {format_bytes(self.value.nbytes)}{source}"
-
-    def _codec_price(self, option: CodecOption) -> str:
-        freed_bytes = format_bytes(self.value.nbytes - option.nbytes)
-        host = f", {format_bytes(option.host_bytes)} in host memory" if option.host_bytes else ""
-        return (
-            f"{option.codec}: {option.encode_ms + option.decode_ms:.2f} ms for {freed_bytes}{host}, error "
-            f"{option.error:.3g}"
-        )
-
-
-def activation_rows(kind: KindProfile, plan: Plan) -> list[ActivationRow]:
-    """Return one row per activation of a block of `kind` under `plan`, in the order of the block's forward.
+def activation_rows(kind: KindProfile, plan: Plan) -> list[tuple[str, ...]]:
+    """Return one row of a report, with the columns of HEADERS, per activation of a block of `kind` under `plan`, in the
+    order of the block's forward.
 
     Raises PolicyMismatchError if the profile has no cost for a codec that the plan uses.
     """
     choices = dict(plan.choices)
-    options = {value.index: _chosen_option(kind, value, choices[value.index]) for value in kind.activations}
-    lossy_values = [value for value, option in options.items() if option is not None and not option.lossless]
-    exact_values = kind.exactness_dependents_of(lossy_values)
-    return [
-        ActivationRow(
-            value=value,
-            label=kind.names[value.index],
-            choice=choices[value.index],
-            option=options[value.index],
-            options=kind.codec_options(value.index),
-            replay_ms=_replay_ms(kind, choices, value),
-            twin=None if value.equal_to is None else kind.names[value.equal_to],
-            needs_exact_inputs=value.index in exact_values,
-            is_checkpointed=plan.is_checkpointed,
-        )
-        for value in kind.activations
-    ]
+    try:
+        chosen = {
+            value: kind.codec_option(value, choice)
+            for value, choice in choices.items()
+            if choice.action is Action.COMPRESS
+        }
+    except ValueError as error:
+        raise PolicyMismatchError(str(error)) from error
+    exact_values = kind.exactness_dependents_of([value for value, option in chosen.items() if not option.lossless])
+    rows: list[tuple[str, ...]] = []
+    for value in kind.activations:
+        choice, option = choices[value.index], chosen.get(value.index)
+        replay = _replay_price(kind, choices, value)
+        if value.index in exact_values:
+            replay = "recompute: not allowed from values stored with loss"
+        others = [_codec_price(value, other) for other in kind.codec_options(value.index) if other != option]
+        others += [f"{codec}: no, the gradient error would be {error:.0%}" for codec, error in value.too_coarse]
+        reasons = [replay, *others]
+        if option is not None:
+            reasons.insert(0, _codec_price(value, option))
+        elif choice.action is Action.RETAIN:
+            reasons.insert(0, "retain: frees nothing")
+        elif plan.is_checkpointed:
+            reasons = ["recompute: with the whole block"]
+        shape = f"{value.dtype}{list(value.shape)}"
+        rows.append((kind.names[value.index], shape, format_bytes(value.nbytes), str(choice), "; ".join(reasons)))
+    return rows
+
+
+def _codec_price(value: Value, option: CodecOption) -> str:
+    ms, freed_bytes = option.encode_ms + option.decode_ms, format_bytes(value.nbytes - option.nbytes)
+    host = f", {format_bytes(option.host_bytes)} in host memory" if option.host_bytes else ""
+    return f"{option.codec}: {ms:.2f} ms for {freed_bytes}{host}, error {option.error:.3g}"
 
 
 def check_belongs(policy: Policy, profile: Profile) -> None:
@@ -153,7 +108,7 @@ def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile
     groups = []
     for index, plan in enumerate(policy.plans):
         members = [position for position, (_, plan_index) in enumerate(policy.blocks) if plan_index == index]
-        groups.append((_names_in_runs(names, members), kinds[members[0]], plan))
+        groups.append((describe_names(names, members), kinds[members[0]], plan))
     return groups
 
 
@@ -172,7 +127,7 @@ def explain_policy(policy: Policy, profile: Profile, columns: int | None = None)
             lines.append(f"  {NOTHING_TO_DECIDE}")
             continue
         lines += [f"  {note}" for note in describe_block(kind, plan)]
-        rows = [row.cells for row in activation_rows(kind, plan)]
+        rows = activation_rows(kind, plan)
         lines += table_lines([HEADERS, *rows], columns=columns, right=(HEADERS.index("bytes"),))
     return "\n".join(lines)
 
@@ -255,20 +210,9 @@ def _block_price(kind: KindProfile, action: BlockAction, plan: Plan) -> str:
     return f"{action.value}: {outcome.overhead_ms:.2f} ms, stores {format_bytes(outcome.stored_bytes)}{host}"
 
 
-def _chosen_option(kind: KindProfile, value: Value, choice: Choice) -> CodecOption | None:
-    if choice.action is not Action.COMPRESS:
-        return None
-    for option in kind.codec_options(value.index):
-        if (option.codec, option.options) == (choice.codec, choice.options):
-            return option
-    raise PolicyMismatchError(
-        f"the profile has no cost for codec {choice.codec!r} with {dict(choice.options)} on activation {value.index} "
-        f"({value.name}): give the profile that the policy was solved from"
-    )
-
-
-def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> float | None:
-    """Return the milliseconds to recompute `value` from other stored values, or None if recomputation is impossible."""
+def _replay_price(kind: KindProfile, choices: dict[int, Choice], value: Value) -> str:
+    """Return the time to recompute `value` from the values that the plan stores, as text. The time of an operator that
+    two rows need is part of both, although the operator runs once."""
 
     def reads(index: int) -> tuple[int, ...] | None:
         source = kind.values[index]
@@ -281,8 +225,10 @@ def _replay_ms(kind: KindProfile, choices: dict[int, Choice], value: Value) -> f
     _, visited = walk_back([value.index], reads)
     recomputed = [kind.values[index] for index in visited if kind.values[index].equal_to is None]
     if any(v.producer is None or not v.recomputable or not kind.operators[v.producer].replayable for v in recomputed):
-        return None
-    return sum(kind.operators[index].ms for index in {v.producer for v in recomputed if v.producer is not None})
+        return "recompute: not possible"
+    ms = sum(kind.operators[index].ms for index in {v.producer for v in recomputed if v.producer is not None})
+    source = "" if value.equal_to is None else f", taken from {kind.names[value.equal_to]}"
+    return f"recompute: {ms:.2f} ms for {format_bytes(value.nbytes)}{source}"
 
 
 def _is_stored_value(value: Value, choices: dict[int, Choice]) -> bool:
@@ -291,17 +237,3 @@ def _is_stored_value(value: Value, choices: dict[int, Choice]) -> bool:
     if value.shared is not None or value.is_generator_state:
         return True
     return value.index in choices and choices[value.index].action is not Action.RECOMPUTE
-
-
-def _names_in_runs(names: Sequence[str], positions: Sequence[int]) -> str:
-    """Return the names at `positions` as text. Consecutive positions become one range: "h.0 to h.4 (5 blocks), h.7"."""
-    runs: list[list[int]] = []
-    for position in positions:
-        if runs and position == runs[-1][-1] + 1:
-            runs[-1].append(position)
-        else:
-            runs.append([position])
-    words = [
-        names[run[0]] if len(run) == 1 else f"{names[run[0]]} to {names[run[-1]]} ({len(run)} blocks)" for run in runs
-    ]
-    return ", ".join(words)

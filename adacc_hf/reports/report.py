@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from adacc_hf.adapt.history import describe_fallbacks, fallback_reasons
 from adacc_hf.artifacts.memory_simulator import plain_blocks_ms, simulate
-from adacc_hf.artifacts.policy import IDLE_KIND, RETAIN, Action, Plan, Policy
+from adacc_hf.artifacts.plans import plain_plan
+from adacc_hf.artifacts.policy import IDLE_KIND, Action, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.tables import table
 from adacc_hf.artifacts.units import format_bytes
@@ -78,13 +79,9 @@ def policy_report(
 
 
 def _simulated_steps(profile: Profile, policy: Policy) -> dict[str, Outcome]:
-    plain = {
-        kind.digest: Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
-        for kind in profile.kinds
-    }
     full = uniform_policy(profile, Action.RECOMPUTE)
     plans = {
-        "plain": (profile, [plain[profile.kind_of(block).digest] for block in profile.blocks]),
+        "plain": (profile, [plain_plan(profile.kind_of(block)) for block in profile.blocks]),
         "full recomputation": (profile, [full.plan_of(block.name) for block in profile.blocks]),
         "this policy": (profile.with_head(policy.head), [policy.plan_of(block.name) for block in profile.blocks]),
     }
@@ -164,7 +161,7 @@ def _actions_section(profile: Profile, policy: Policy) -> list[Part]:
             continue
         parts += [
             *(f"{_capitalized(note)}." for note in describe_block(kind, plan)),
-            table(HEADERS, [row.cells for row in activation_rows(kind, plan)], {"bytes"}),
+            table(HEADERS, activation_rows(kind, plan), {"bytes"}),
         ]
     return parts
 

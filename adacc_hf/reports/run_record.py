@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from adacc_hf.artifacts.files import __version__
+from adacc_hf.price.timing import processor_names
 
 ROOT = Path(__file__).resolve().parents[2]
 """Root of the source checkout. In an installed package, this folder is not a checkout and has no setup.cfg."""
@@ -100,6 +101,7 @@ def to_json(figures: Any) -> Any:
 
 def meta_info(settings: Settings) -> dict[str, Any]:
     """Return the machine, date and software versions of the running measurement, for the experiment's record."""
+    cores = processor_names()
     conditions = Conditions(
         status="complete",
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -107,7 +109,7 @@ def meta_info(settings: Settings) -> dict[str, Any]:
         uncommitted_changes=None
         if (changed := _git_output("status", "--porcelain", "-uno")) is None
         else bool(changed),
-        device=torch.cuda.get_device_name() if settings.device == "cuda" else _processor_description(),
+        device=torch.cuda.get_device_name() if settings.device == "cuda" else f"{cores[0]}, {len(cores)} cores",
         seeds=[settings.seed],
         versions={
             "adacc_hf": __version__,
@@ -143,12 +145,3 @@ def _git_output(*arguments: str) -> str | None:
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _processor_description() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(names) or 1} cores"

@@ -15,7 +15,6 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from adacc_hf.artifacts.block_outcome import run_block
-from adacc_hf.artifacts.exact_recompute_rules import walk_back
 from adacc_hf.artifacts.plans import checkpoint_plan, plain_plan
 from adacc_hf.artifacts.policy import (
     RECOMPUTE,
@@ -29,6 +28,7 @@ from adacc_hf.kernels._host_payloads import encoding_of
 from adacc_hf.solve.linear_program import LinearProgram
 
 if TYPE_CHECKING:
+    from adacc_hf.artifacts.block_walk import BlockOutcome
     from adacc_hf.artifacts.config import AdaccConfig
     from adacc_hf.artifacts.kind_profile import KindProfile, Value
 
@@ -83,20 +83,24 @@ class KindModel:
 
 @dataclass(frozen=True, eq=False)
 class PricedPlan:
-    """Plan for one block, with the plan's cost in bytes and ms.
-
-    Plans with costs are hashed and compared by identity, for speed.
-    """
+    """Plan for one block, with the block's simulated memory and time. Compared by identity, for speed."""
 
     plan: Plan
-    nbytes: int
-    """Bytes that a block under the plan stores, without tensors that several blocks share."""
-    shared: frozenset[int]
-    """Numbers of the shared tensors (used by several blocks) that the plan's replay reads."""
-    ms: float
-    """Time of replay, encoding and decoding in ms."""
-    host_bytes: int = 0
-    """Bytes that a block under the plan stores in host memory."""
+    outcome: BlockOutcome
+
+    @classmethod
+    def of(cls, kind: KindProfile, plan: Plan) -> PricedPlan:
+        return cls(plan, run_block(kind, plan))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the block stores, without tensors that several blocks share."""
+        return self.outcome.stored_bytes
+
+    @property
+    def ms(self) -> float:
+        """Time of replay, encoding and decoding in ms."""
+        return self.outcome.overhead_ms
 
 
 def build_block_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
@@ -140,11 +144,8 @@ def _checkpoint_plans(kind: KindProfile, config: AdaccConfig) -> list[PricedPlan
         pairs = zip(coded_inputs, forms, strict=True)
         plan = checkpoint_plan(kind, {value.index: form.choice for value, form in pairs if form is not None})
         assert plan is not None  # because there is a plan without codecs
-        outcome = run_block(kind, plan)
-        if _fits_host_memory(kind, outcome.host_bytes):
-            sizes = (outcome.stored_bytes, outcome.shared, outcome.overhead_ms, outcome.host_bytes)
-            plans.append(PricedPlan(plan, *sizes))
-    return plans
+        plans.append(PricedPlan.of(kind, plan))
+    return [plan for plan in plans if _fits_host_memory(kind, plan.outcome.host_bytes)]
 
 
 def _fits_host_memory(kind: KindProfile, host_bytes: int) -> bool:
@@ -188,43 +189,19 @@ def _is_always_readable(value: Value) -> bool:
     return value.shared is not None or value.is_generator_state
 
 
-def price(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
-    """Return the plan with `choices`, and the plan's cost in bytes and ms.
+def plan_with(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
+    """Return the plan with `choices`.
 
-    Values that nothing reads are neither replayed nor stored. A block input that autograd does not save, or a
-    generator's state, costs bytes only if a replay reads it. Activations with the same bits as an earlier activation
-    are recomputed. Activations that must not be recomputed from a lossily stored value are retained. If torch's
-    checkpoint must run the block, `choices` are ignored.
+    Activations with the same bits as an earlier activation are recomputed. Activations that must not be recomputed from
+    a lossily stored value are retained. If torch's checkpoint must run the block, `choices` are ignored.
     """
-    if BlockAction.PLAIN not in model.profiled_kind.block_actions:
+    kind = model.profiled_kind
+    if BlockAction.PLAIN not in kind.block_actions:
         return model.checkpoints[0]
-    activations = model.profiled_kind.activations
-    choices = {v.index: choices[v.index] if v.index in model.menus else RECOMPUTE for v in activations}
+    choices = {v.index: choices[v.index] if v.index in model.menus else RECOMPUTE for v in kind.activations}
     lossy = [value for value, choice in choices.items() if model.is_lossy(value, choice)]
     choices |= {value: RETAIN for value in model.kind.exactness_dependents_of(lossy) if choices[value] == RECOMPUTE}
-    values = model.kind.values
-    runs: set[int] = set()
-
-    def reads(value: int) -> tuple[int, ...] | None:
-        if _is_always_readable(values[value]) or choices.get(value, RECOMPUTE) != RECOMPUTE:
-            return None
-        operator = model.recompute(value)
-        assert operator is not None, f"value {value} has the action RECOMPUTE, but cannot be recomputed"
-        runs.add(operator)
-        return model.kind.operators[operator].inputs
-
-    targets = [value.index for value in model.kind.activations if value.saved and choices[value.index] == RECOMPUTE]
-    read, _ = walk_back(targets, reads)
-    stored = [v.index for v in model.kind.activations if choices[v.index] != RECOMPUTE and (v.saved or v.index in read)]
-    generator_states = [value for value in read if values[value].is_generator_state]
-    stores = [next(store for store in model.menus[v] if store.choice == choices[v]) for v in stored]
-    return PricedPlan(
-        plan=Plan(kind=model.kind.digest, choices=tuple(choices.items()), tiling=model.kind.tiling),
-        nbytes=sum(store.nbytes for store in stores) + sum(values[v].nbytes for v in generator_states),
-        shared=frozenset(shared for v in read if (shared := values[v].shared) is not None),
-        ms=model.kind.extra_ms + sum(model.kind.operators[j].ms for j in runs) + sum(store.ms for store in stores),
-        host_bytes=sum(store.host_bytes for store in stores),
-    )
+    return PricedPlan.of(kind, Plan(kind=kind.digest, choices=tuple(choices.items()), tiling=kind.tiling))
 
 
 class BlockVariables:
@@ -299,10 +276,7 @@ class BlockVariables:
         return terms + [(x, weight * self.model.menus[v][o].nbytes) for (v, o), x in self.store.items()]
 
     def priced_plan(self, solution: Sequence[float]) -> PricedPlan:
-        """Round the variables in `solution` to integers, and return the resulting plan.
-
-        The plan's cost is computed again.
-        """
+        """Round the variables in `solution` to integers, and return the resulting plan."""
         for plan, variable in zip(self.model.checkpoints, self.checkpoint, strict=True):
             if solution[variable] > 0.5:
                 return plan
@@ -314,7 +288,7 @@ class BlockVariables:
             # An unread block input is not stored under any action, but its action cannot be RECOMPUTE.
             if not activation.saved and choices[activation.index] == RECOMPUTE:
                 choices[activation.index] = RETAIN
-        return price(self.model, choices)
+        return plan_with(self.model, choices)
 
 
 def retain_all(model: KindModel) -> PricedPlan:
@@ -324,9 +298,4 @@ def retain_all(model: KindModel) -> PricedPlan:
     """
     if BlockAction.PLAIN not in model.profiled_kind.block_actions:
         return model.checkpoints[0]
-    return PricedPlan(
-        plan=plain_plan(model.profiled_kind),
-        nbytes=sum(value.nbytes for value in model.profiled_kind.activations if value.saved),
-        shared=frozenset(),
-        ms=model.kind.extra_ms,
-    )
+    return PricedPlan.of(model.profiled_kind, plain_plan(model.profiled_kind))

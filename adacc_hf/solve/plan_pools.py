@@ -17,18 +17,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from adacc_hf.artifacts.block_outcome import run_block
-from adacc_hf.artifacts.policy import RETAIN
 from adacc_hf.solve.bounds import TimeBound
 from adacc_hf.solve.frontier import BlockProgram
 from adacc_hf.solve.linear_program import SolverLog
-from adacc_hf.solve.milp import KindModel, build_block_model, retain_all
+from adacc_hf.solve.milp import PricedPlan, build_block_model, retain_all
 from adacc_hf.solve.tiling import most_tiles_of
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.block_walk import BlockOutcome
     from adacc_hf.artifacts.config import AdaccConfig
-    from adacc_hf.artifacts.kind_profile import KindProfile, Operator
+    from adacc_hf.artifacts.kind_profile import CodecOption, KindProfile, Operator
     from adacc_hf.artifacts.policy import Plan
     from adacc_hf.artifacts.profile import Profile
 
@@ -73,7 +71,6 @@ class PlanPool:
         self.variants: list[KindProfile] = []
         self.candidates: list[Candidate] = []
         self._config, self._log = config, log
-        self._models: list[KindModel] = []
         self._programs: list[BlockProgram] = []
         self._columns: dict[bool, Columns] = {}
         # The fewest stored bytes do not depend on times, but the least peak of plans on a frontier does.
@@ -87,36 +84,36 @@ class PlanPool:
             model = build_block_model(variant, self._config)
             number = len(self.variants)
             self.variants.append(variant)
-            self._models.append(model)
             self._programs.append(BlockProgram(self._log, model))
             for plan in (retain_all(model), *model.checkpoints):
-                self._add(number, plan.plan, is_timed=False)
+                self._add(number, plan, is_timed=False)
             if not self._is_timed:
                 self._add_frontier(number)
 
     def _add_frontier(self, number: int) -> None:
         for plan in self._programs[number].frontier():
-            self._add(number, plan.plan, is_timed=self._is_timed)
+            self._add(number, plan, is_timed=self._is_timed)
         self._num_frontiers = number + 1
 
     def extend(self, variants: Sequence[KindProfile]) -> None:
         """Add the candidates of more variants, and for all variants the frontiers with prices in bytes."""
         self._add_variants(variants)
-        for number, model in enumerate(self._models):
-            for plan in BlockProgram(self._log, price_by_bytes(model)).frontier():
-                self._add(number, plan.plan, is_timed=False)
+        for number, variant in enumerate(self.variants):
+            by_bytes = build_block_model(with_times_by_bytes(variant), self._config)
+            for plan in BlockProgram(self._log, by_bytes).frontier():
+                self._add(number, PricedPlan.of(variant, plan.plan), is_timed=False)
 
     def refine(self, variant: int, nbytes: int) -> Candidate | None:
         """Add the fastest plan of a variant that stores at most `nbytes`, if the variant has such a plan."""
         own = [each.outcome.stored_bytes for each in self.candidates if each.variant == variant]
         if nbytes < min(own):
             return None
-        return self._add(variant, self._programs[variant].fastest_within(nbytes).plan, is_timed=True)
+        return self._add(variant, self._programs[variant].fastest_within(nbytes), is_timed=True)
 
-    def _add(self, variant: int, plan: Plan, *, is_timed: bool) -> Candidate:
-        same = next((each for each in self.candidates if each.plan == plan), None)
+    def _add(self, variant: int, plan: PricedPlan, *, is_timed: bool) -> Candidate:
+        same = next((each for each in self.candidates if each.plan == plan.plan), None)
         if same is None:
-            same = Candidate(plan, run_block(self.variants[variant], plan), variant, is_timed)
+            same = Candidate(plan.plan, plan.outcome, variant, is_timed)
             self.candidates.append(same)
         same.is_timed &= is_timed
         self._columns.clear()
@@ -203,40 +200,34 @@ class PlanPools:
 # Times computed from bytes, for results that must not depend on the noise of measurements.
 
 MS_PER_BYTE = 1e-6
-"""Assumed time in ms per byte that an operator or a codec reads or writes. Any positive number gives the same
+"""Assumed time in ms per byte that an operator, a codec or a copy reads or writes. Any positive number gives the same
 policies."""
 
 
-def price_by_bytes(model: KindModel) -> KindModel:
-    """Return a copy of `model` in which the time of each operator, codec and checkpoint is proportional to bytes.
-
-    The time of an operator is proportional to the bytes that it reads and writes. The time of a codec is proportional
-    to the bytes of the tensor and of its encoded payload, once for encoding and once for decoding. Actions and stored
-    bytes do not change.
-    """
-    kind, profiled_kind = _kind_by_bytes(model.kind), _kind_by_bytes(model.profiled_kind)
-    value_bytes = [value.nbytes for value in kind.values]
-    menus = {
-        value: tuple(
-            form
-            if form.choice == RETAIN
-            else replace(form, ms=2 * MS_PER_BYTE * (value_bytes[value] + form.nbytes + form.host_bytes))
-            for form in menu
-        )
-        for value, menu in model.menus.items()
-    }
-    rerun_ms = sum(operator.ms for operator in profiled_kind.operators)
-    checkpoints = tuple(
-        replace(plan, ms=rerun_ms + MS_PER_BYTE * (plan.nbytes + plan.host_bytes)) for plan in model.checkpoints
+def with_times_by_bytes(kind: KindProfile) -> KindProfile:
+    """Return a copy of `kind` in which the time of each operator is proportional to the bytes that it reads and writes,
+    and that of a codec to the bytes of the tensor and of its payload."""
+    link = kind.host_link
+    if link is not None:
+        link = replace(link, copy_ms=0.0, to_host_bytes_per_ms=1 / MS_PER_BYTE, to_device_bytes_per_ms=1 / MS_PER_BYTE)
+    return replace(
+        kind,
+        operators=tuple(replace(op, ms=_operator_ms(kind, op)) for op in kind.operators),
+        values=tuple(
+            replace(value, codecs=tuple(_with_codec_ms(option, value.nbytes) for option in value.codecs))
+            for value in kind.values
+        ),
+        host_link=link,
+        forward_ms=1.0,
+        extra_ms=0.0,
     )
-    return replace(model, kind=kind, profiled_kind=profiled_kind, menus=menus, checkpoints=checkpoints)
-
-
-def _kind_by_bytes(kind: KindProfile) -> KindProfile:
-    operators = tuple(replace(op, ms=_operator_ms(kind, op)) for op in kind.operators)
-    return replace(kind, operators=operators, extra_ms=0.0)
 
 
 def _operator_ms(kind: KindProfile, operator: Operator) -> float:
     # A view makes no bytes of its own, but a replay of it is not free: each operator costs at least one byte.
     return MS_PER_BYTE * (1 + sum(kind.values[value].nbytes for value in (*operator.inputs, *operator.outputs)))
+
+
+def _with_codec_ms(option: CodecOption, nbytes: int) -> CodecOption:
+    ms = MS_PER_BYTE * (nbytes + option.nbytes)
+    return replace(option, encode_ms=ms, decode_ms=ms)

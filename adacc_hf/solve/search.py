@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from adacc_hf.artifacts.config import Budget
-from adacc_hf.artifacts.memory_simulator import EarlierBlocks, simulate, simulate_blocks, step_peak_bytes
-from adacc_hf.artifacts.plans import uniform_plan
-from adacc_hf.artifacts.policy import Action
+from adacc_hf.artifacts.memory_simulator import EarlierBlocks, simulate_blocks, step_peak_bytes
 from adacc_hf.solve.bounds import least_outcome
 from adacc_hf.solve.plan_pools import NS_PER_MS, Candidate, Columns, PlanPools
+from adacc_hf.solve.simple_policies import policy_of_plans
 
 if TYPE_CHECKING:
     from adacc_hf.artifacts.block_outcome import BlockOutcome
-    from adacc_hf.artifacts.policy import Plan
+    from adacc_hf.artifacts.policy import Policy
     from adacc_hf.artifacts.profile import Profile
     from adacc_hf.solve.plan_pools import Ints
 
@@ -118,16 +117,6 @@ class PolicySearch:
         """Return the overhead of a policy, with the head's."""
         return math.fsum(each.outcome.overhead_ms for each in policy) + self.head_ms
 
-    @cached_property
-    def plain(self) -> list[Plan]:
-        """Plans that retain all activations, where a kind of block allows it."""
-        return [uniform_plan(self.profile.kind_of(block), Action.RETAIN, None) for block in self.profile.blocks]
-
-    def needed_bytes(self, plans: Sequence[Plan], budget: Budget) -> int:
-        """Return the bytes to compare with the budget: the peak under `plans`, or the stored bytes."""
-        outcome = simulate(self.profile, plans)
-        return outcome.peak_bytes if budget.limits_peak else outcome.stored_bytes
-
     def fitting(self, limits: Limits) -> list[Candidate] | None:
         """Return a policy within `limits`, or None if no policy fits, whatever the measured times."""
         policy = self._assigned(limits, 1, by_time=False)
@@ -136,9 +125,13 @@ class PolicySearch:
             policy = self._assigned(limits, 1, by_time=False)
         return policy
 
-    def least(self, budget: Budget, host_bytes: int, most_bytes: int = 1 << 62) -> tuple[int, list[Candidate]] | None:
-        """Return (needed bytes, policy) of the policy with the least peak, or with the fewest stored bytes, whatever
-        the measured times. Return None if no policy needs at most `most_bytes`.
+    def policy_of(self, candidates: Sequence[Candidate]) -> Policy:
+        """Return the policy with one of `candidates` for each block."""
+        return policy_of_plans(self.profile, [candidate.plan for candidate in candidates])
+
+    def least(self, budget: Budget, host_bytes: int, most_bytes: int = 1 << 62) -> Policy | None:
+        """Return the policy with the least peak, or with the fewest stored bytes, whatever the measured times. Return
+        None if no policy needs at most `most_bytes`.
 
         The policy is found by bisection, exact to the byte.
         """
@@ -154,7 +147,7 @@ class PolicySearch:
                 low = middle + 1
             else:
                 policy, high = candidate, self._needed_bytes(candidate, budget)
-        return high, policy
+        return self.policy_of(policy)
 
     def _needed_bytes(self, policy: Sequence[Candidate], budget: Budget) -> int:
         outcome = simulate_blocks(self.profile, [each.outcome for each in policy])

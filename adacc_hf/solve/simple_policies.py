@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from adacc_hf.artifacts.memory_simulator import Outcome, simulate, simulate_policy
+from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.plans import checkpoint_plan, plain_plan, random_plan, uniform_plan
 from adacc_hf.artifacts.policy import Action, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
@@ -54,19 +54,11 @@ def uniform_policy(profile: Profile, action: Action | str, codec: str | None = N
 def checkpoint_policy(profile: Profile) -> Policy:
     """Return the policy that runs each block under torch's checkpoint.
 
-    A block that does not allow torch's checkpoint runs unchanged.
+    A block that does not allow torch's checkpoint runs unchanged. `uniform_policy(profile, "recompute")` differs: it
+    recomputes each tensor when autograd unpacks it, and frees it after its last use.
     """
     plans = [checkpoint_plan(kind) or plain_plan(kind) for kind in profile.kinds]
     return policy_of_plans(profile, [plans[block.kind] for block in profile.blocks])
-
-
-def simulate_checkpointed(profile: Profile) -> Outcome:
-    """Return the simulated outcome of a step in which torch's checkpoint runs every block that can be checkpointed.
-
-    `uniform_policy(profile, "recompute")` differs from it: that policy recomputes each tensor when autograd unpacks it,
-    and frees it after its last use.
-    """
-    return simulate_policy(profile, checkpoint_policy(profile))
 
 
 def quantize_everything(profile: Profile) -> Policy:

@@ -20,14 +20,13 @@ from adacc_hf.artifacts.budget_values import budget_hint
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.memory_simulator import simulate_policy
-from adacc_hf.artifacts.policy import Action, Plan, Policy
+from adacc_hf.artifacts.policy import Action, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.setting_checks import check_type, settings_in_config
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.solve.plan_pools import PlanPools
 from adacc_hf.solve.search import Limits, PolicySearch
-from adacc_hf.solve.simple_policies import checkpoint_policy, policy_of_plans, uniform_policy
-from adacc_hf.solve.tiling import with_fewest_tiles
+from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 
 
 @settings_in_config(AdaccConfig)
@@ -49,10 +48,7 @@ def solve_policy(
     budget = Budget.resolve(config.memory_budget if memory_budget is None else memory_budget, profile, config)
     host_limit = config.host_limit(profile.host_free_bytes)
     searches = _searches(profile, config, Limits(budget, host_limit))
-    search, plans = _fastest(searches, config, Limits(budget, host_limit))
-    if budget.limits_peak:
-        plans = with_fewest_tiles(search.profile, plans, budget.nbytes)
-    policy = policy_of_plans(search.profile, plans)
+    policy = _fastest(searches, config, Limits(budget, host_limit))
     gap = _gap(searches, policy.predicted_overhead_ms, budget)
     facts = {
         "memory_budget": budget.setting,
@@ -60,9 +56,9 @@ def solve_policy(
         "budget_of": "peak" if budget.limits_peak else "stored",
         "plain_stored_bytes": profile.plain_stored_bytes,
         **({} if config.host_memory is None else {"host_limit_bytes": host_limit}),
-        "status": "plain" if policy.is_plain and search is searches[0] else "optimal" if gap == 0.0 else "feasible",
+        "status": "plain" if policy.is_plain else "optimal" if gap == 0.0 else "feasible",
         "gap": gap,
-        "solves": search.pools.log.num_solves,
+        "solves": searches[0].pools.log.num_solves,
         "seconds": time.perf_counter() - start,
     }
     policy = replace(policy, facts=tuple(facts.items()))
@@ -85,8 +81,7 @@ def quick_least_policy(profile: Profile, config: AdaccConfig | None = None) -> P
     """Return a policy with the lowest peak that the solver finds. `least_policy` may be faster."""
     config = config or AdaccConfig()
     limits = Limits(Budget(1, 1, limits_peak=True), config.host_limit(profile.host_free_bytes))
-    search, plans, _ = _least(_searches(profile, config, limits), limits)
-    return policy_of_plans(search.profile, plans)
+    return _least(_searches(profile, config, limits), limits)
 
 
 def recomputing_policies(profile: Profile, config: AdaccConfig) -> list[Policy]:
@@ -110,35 +105,33 @@ def _searches(profile: Profile, config: AdaccConfig, limits: Limits) -> list[Pol
     return [PolicySearch(profile.with_head(name), pools) for name in heads]
 
 
-def _fastest(searches: Sequence[PolicySearch], config: AdaccConfig, limits: Limits) -> tuple[PolicySearch, list[Plan]]:
-    """Return (search, plans) of the fastest policy found within `limits`. Raises InfeasibleBudgetError if no policy
-    fits."""
-    best: tuple[PolicySearch, list[Plan]] | None = None
+def _fastest(searches: Sequence[PolicySearch], config: AdaccConfig, limits: Limits) -> Policy:
+    """Return the fastest policy found within `limits`. Raises InfeasibleBudgetError if no policy fits."""
+    budget, best, is_timed = limits.budget, None, False
     most_ms = math.inf
     for search in sorted(searches, key=lambda search: search.head_ms):
         if search.head_ms >= most_ms:
             break
-        if search.needed_bytes(search.plain, limits.budget) <= limits.budget.nbytes:
-            best, most_ms = (search, search.plain), search.head_ms
+        plain = uniform_policy(search.profile, Action.RETAIN)
+        if budget.needed_bytes(plain) <= budget.nbytes:
+            best, most_ms, is_timed = plain, search.head_ms, False
             continue
-        policy = search.within(limits, most_ms)
-        if policy is not None and search.ms(policy) < most_ms:
-            best, most_ms = (search, [candidate.plan for candidate in policy]), search.ms(policy)
+        found = search.within(limits, most_ms)
+        if found is not None and search.ms(found) < most_ms:
+            best, most_ms, is_timed = search.policy_of(found), search.ms(found), True
     # A policy that fits only with the measured times would not fit in another process.
-    if best is None or (best[1] is not best[0].plain and not any(search.fitting(limits) for search in searches)):
-        search, least, _ = _least(searches, limits)
-        bound = min(each.bound_bytes(limits.budget) for each in searches)
-        raise infeasible_budget(search.profile, config, limits.budget, policy_of_plans(search.profile, least), bound)
+    if best is None or (is_timed and not any(search.fitting(limits) for search in searches)):
+        bound = min(each.bound_bytes(budget) for each in searches)
+        raise infeasible_budget(searches[0].profile, config, budget, _least(searches, limits), bound)
     return best
 
 
-def _least(searches: Sequence[PolicySearch], limits: Limits) -> tuple[PolicySearch, list[Plan], int]:
-    """Return (search, plans, needed bytes) of the policy that needs the fewest bytes."""
-    best: tuple[PolicySearch, list[Plan], int] | None = None
+def _least(searches: Sequence[PolicySearch], limits: Limits) -> Policy:
+    """Return the policy that needs the fewest bytes."""
+    best: Policy | None = None
     for search in searches:
-        least = search.least(limits.budget, limits.host_bytes, *([best[2] - 1] if best else []))
-        if least is not None:
-            best = search, [candidate.plan for candidate in least[1]], least[0]
+        most = [] if best is None else [limits.budget.needed_bytes(best) - 1]
+        best = search.least(limits.budget, limits.host_bytes, *most) or best
     assert best is not None, "RETAIN for all activations is a policy without a budget"
     return best
 
@@ -163,7 +156,7 @@ def infeasible_budget(
 
     `bound` is a lower bound on the bytes that any policy needs.
     """
-    needed = budget.needed_bytes(least)
+    profile, needed = profile.with_head(least.head), budget.needed_bytes(least)
     text = (
         _peak_text(profile, config, budget, least)
         if budget.limits_peak

@@ -161,8 +161,6 @@ def with_chunked_head(profile, saved_bytes, ms=5.0):
         outside_stored_bytes=profile.outside_stored_bytes,
         outside_peak_bytes=profile.outside_peak_bytes - saved_bytes,
         loss_peak_bytes=profile.loss_peak_bytes - saved_bytes,
-        tail_peak_bytes=profile.tail_peak_bytes,
-        backward_base_bytes=tuple(block.backward_base_bytes for block in profile.blocks),
     )
     return replace(profile, head_ms=20.0, other_heads=(head,))
 

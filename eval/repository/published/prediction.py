@@ -27,7 +27,7 @@ from adacc_hf.estimate.planning import Request, TrainingPlanner, plain_ms
 from adacc_hf.estimate.static_memory import PRECISIONS, Sharding
 from adacc_hf.eval.records.records import Figures, Status
 from adacc_hf.eval.repository.published.measurements import Pair, Row, Setting, model_config
-from adacc_hf.solve.simple_policies import simulate_checkpointed, uniform_policy
+from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 
 # Behaviours of earlier versions of torch and Transformers, for runs that were measured with them.
 
@@ -138,9 +138,8 @@ def predict(row: Row, model_changes: dict[str, Any] | None = None) -> Figures:
 
 def outcome_of(profile: Profile, checkpointing: str) -> Outcome:
     """Simulate a step of `profile` under a row's mode of checkpointing."""
-    if checkpointing == "full":
-        return simulate_checkpointed(profile)
-    return simulate_policy(profile, uniform_policy(profile, "retain"))
+    policy = checkpoint_policy(profile) if checkpointing == "full" else uniform_policy(profile, "retain")
+    return simulate_policy(profile, policy)
 
 
 def _adapters(row: Setting) -> Adapters | None:

@@ -10,7 +10,7 @@ from torch import nn
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.exact_recompute_rules import decisions, walk_back
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action
-from adacc_hf.solve.milp import build_block_model, price
+from adacc_hf.solve.milp import build_block_model, plan_with
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.solve.solver import least_policy
 
@@ -140,9 +140,9 @@ def test_the_statistics_of_coded_rows_are_stored(norming):
     model = build_block_model(kind, AdaccConfig(min_compress_bytes=0, codecs=("int8",)))
     (lossy,) = [store.choice for store in model.menus[row] if not store.is_lossless]
     recomputed = dict(uniform_policy(profile, Action.RECOMPUTE).plans[0].choices)
-    choices = dict(price(model, recomputed | {row: lossy}).plan.choices)
+    choices = dict(plan_with(model, recomputed | {row: lossy}).plan.choices)
     assert (choices[first], choices[second]) == (RETAIN, RETAIN)
-    recomputed = dict(price(model, recomputed).plan.choices)
+    recomputed = dict(plan_with(model, recomputed).plan.choices)
     assert (recomputed[first], recomputed[second]) == (RECOMPUTE, RECOMPUTE)
 
 

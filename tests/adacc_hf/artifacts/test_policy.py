@@ -53,7 +53,7 @@ def test_what_is_saved_is_loaded(policy, tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["policy.json"]
 
 
-@pytest.mark.parametrize(("kind", "version"), [(Policy, 4), (Profile, 11)])
+@pytest.mark.parametrize(("kind", "version"), [(Policy, 5), (Profile, 12)])
 def test_what_is_no_policy_or_profile_is_refused(tmp_path, kind, version):
     path, name = tmp_path / "file.json", kind.__name__.lower()
     for text, message in {
@@ -71,9 +71,9 @@ def test_what_is_no_policy_or_profile_is_refused(tmp_path, kind, version):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda record: record["blocks"].update({"h.0": 17}),
+        lambda record: record.update(blocks=[["h.0", 17]]),
         lambda record: record["plans"][0].pop("kind"),
-        lambda record: record["plans"][0]["choices"].update({"0": {"action": "forget"}}),
+        lambda record: record["plans"][0].update(choices=[[0, {"action": "forget"}]]),
         lambda record: record.update(predicted_peak_bytes=None),
         lambda record: record.update(predicted_peak_bytes=float("inf")),
         lambda record: record.update(facts=None),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from adacc_hf.artifacts.polynomials import MAX_DEGREE, MAX_SYMBOLS, MAX_TERMS, Basis, independent_sizes, solve_fractions
+from adacc_hf.artifacts.polynomials import MAX_DEGREE, MAX_SYMBOLS, MAX_TERMS, Basis, independent_sizes
 
 SIZES = st.integers(2, 500)
 
@@ -143,28 +143,6 @@ def test_too_many_independent_sizes_are_refused():
     assert independent_sizes(calls) is None
 
 
-@given(st.data())
-def test_integer_factors_are_exact(data):
-    size = data.draw(st.integers(1, 3))
-    entries = st.lists(st.integers(1, 10**6), min_size=size + 2, max_size=size + 2)
-    columns = [tuple(data.draw(entries)) for _ in range(size)]
-    factors = tuple(data.draw(st.lists(st.integers(-999, 999), min_size=size, max_size=size)))
-    target = tuple(sum(f * n for f, n in zip(factors, row, strict=True)) for row in zip(*columns, strict=True))
-    assert solve_fractions(columns, target) in ((factors, 1), None)
-
-
-@given(st.lists(st.integers(1, 999), min_size=4, max_size=4), st.integers(1, 9))
-def test_linearly_dependent_columns_have_no_unique_factors(column, multiple):
-    columns = [tuple(column), tuple(multiple * n for n in column)]
-    assert solve_fractions(columns, tuple(3 * n for n in column)) is None
-
-
-@given(st.lists(st.integers(1, 999), min_size=3, max_size=3, unique=True))
-def test_fractional_factors_have_a_common_divisor(column):
-    assume(any(n % 2 for n in column))
-    assert solve_fractions([tuple(2 * n for n in column)], tuple(column)) == ((1,), 2)
-
-
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(30, 99)), min_size=6, max_size=7, unique=True))
 def test_features_of_sounds_are_fractions_of_their_length(calls):
     """A model of sound has one feature for each 320 values, and attention's scores grow with the features squared."""
@@ -186,3 +164,23 @@ def test_features_of_sounds_are_fractions_of_their_length(calls):
         longer = basis.products((4, 320 * n + rest + 1))
         assert fitted(longer) is None
         assert fitted.ceil(longer) == n + 1
+
+
+PARTS = [(2, 64, 96), (3, 32, 80), (3, 80, 32), (2, 128, 64), (2, 96, 128), (2, 128, 128)]
+"""Samples and two lengths of some batches."""
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=6, max_size=6).map(tuple))
+def test_an_approximation_is_nowhere_below_the_fitted_numbers(column):
+    basis = Basis(PARTS)
+    approximation = basis.approximate(column)
+    assert all(approximation.ceil(basis.products(call)) >= n for call, n in zip(PARTS, column, strict=True))
+
+
+def test_an_approximation_is_near_at_a_larger_size():
+    """The numbers are measured peaks of a step."""
+    peaks = {(3, 40): 17_924_788, (2, 72): 20_348_560, (2, 104): 26_539_152, (2, 129): 31_378_402, (3, 88): 31_840_564}
+    basis = Basis([*peaks])
+    assert basis.fit((*peaks.values(),)) is None
+    approximation = basis.approximate((*peaks.values(),))
+    assert approximation.ceil(basis.products((4, 129))) == pytest.approx(56_097_404, rel=0.01)

@@ -129,3 +129,12 @@ def test_what_a_block_writes_is_written_once(forward, is_parameter, toy_model, t
     for block, own_block in zip(plain.layers, profiled.layers, strict=True):
         assert are_equal(block.state_dict().values(), own_block.state_dict().values())
         assert torch.equal(block.generator.get_state(), own_block.generator.get_state())
+
+
+def test_gradients_of_earlier_micro_batches_are_counted(tiny_gpt2, token_batch, without_onednn):
+    model = tiny_gpt2()
+    train(model, token_batch())
+    gradients = sum(parameter.grad.nbytes for parameter in model.parameters())
+    _, profile = train(model, token_batch(), LOSSLESS, num_micro=2)
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    assert profile.static_bytes >= parameters + gradients + 2 * sum(t.nbytes for t in {*token_batch().values()})

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profile_builders import SLOW_EXAMPLES, every_outcome_of
 
-from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.solve.frontier import BlockProgram
 from adacc_hf.solve.linear_program import SolverLog
@@ -36,11 +35,6 @@ def test_no_plan_is_better_than_the_frontier(profiles, data):
     for nbytes, ms in points:
         # The frontier is exact up to 1e-6 of the times, of the order of 10 ms here (frontier.SLOPE_TOLERANCE).
         assert ms >= on_line(columns, nbytes) - 1e-4
-    for column in columns:
-        outcome = run_block(kind, column.plan)
-        assert (outcome.stored_bytes, outcome.shared) == (column.nbytes, column.shared)
-        # Sums of few terms in another order.
-        assert outcome.overhead_ms == pytest.approx(column.ms, abs=1e-9)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -14,7 +14,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import RETAIN
 from adacc_hf.solve.milp import build_block_model
-from adacc_hf.solve.plan_pools import price_by_bytes
+from adacc_hf.solve.plan_pools import with_times_by_bytes
 from adacc_hf.solve.solver import quick_least_policy, solve_policy
 
 SOLVING = settings(max_examples=20, **SLOW_EXAMPLES)
@@ -97,11 +97,9 @@ def test_a_policy_with_the_least_peak_has_measured_times(gpt2_like_profile):
 
 def test_prices_are_of_bytes_and_actions_do_not_change(gpt2_like_profile):
     profile = gpt2_like_profile(num_blocks=1)
-    model = build_block_model(profile.kinds[0], AdaccConfig())
-    priced = price_by_bytes(model)
-    other = price_by_bytes(build_block_model(with_other_times(profile, 0).kinds[0], AdaccConfig()))
-    assert (priced.menus, priced.kind.operators) == (other.menus, other.kind.operators)
-    assert [plan.ms for plan in priced.checkpoints] == [plan.ms for plan in other.checkpoints]
+    kind, other = (each.kinds[0] for each in (profile, with_other_times(profile, 0)))
+    assert with_times_by_bytes(kind) == with_times_by_bytes(other)
+    model, priced = (build_block_model(each, AdaccConfig()) for each in (kind, with_times_by_bytes(kind)))
     assert priced.runnable == model.runnable
     assert all(operator.ms > 0 for operator in priced.kind.operators)
     for value, menu in model.menus.items():
