@@ -38,10 +38,10 @@ from torch import nn
 from torch.autograd.function import Function
 
 from adacc_hf.artifacts.files import put_latest
-from adacc_hf.tape.graph_operators import Operators, SymbolicGraph, graph_operators, operators_of
+from adacc_hf.tape.graph_operators import graph_operators, operators_of
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.compat import observing_hooks
-from adacc_hf.torch_glue.dynamo import NotTraceableError, Scope, TracedGuards, drop_frames, quiet_dynamo, trace
+from adacc_hf.torch_glue.dynamo import NotTraceableError, Scope, TracedGuards, trace
 from adacc_hf.torch_glue.private import (
     GLOBAL_HOOKS,
     GLOBAL_PRE_HOOKS,
@@ -75,8 +75,6 @@ class TracedPath:
         self.is_witness: dict[str, bool] = {}
         """For each `Tape.structure` that was recorded on this path: True if the path's graph has exactly its operators,
         and so tells the operators at other sizes too."""
-        self._symbolic: SymbolicGraph | None = None
-        self._takes_symbols = True  # False once an operator or an input of the graph has refused symbolic sizes
 
     def fits(self, scope: Scope) -> bool:
         """Return True if a call with the local variables `scope` takes this path."""
@@ -87,21 +85,6 @@ class TracedPath:
     def graph_of(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphWithInputs:
         """Return (traced graph, its inputs) of a call `fn(*args)` that takes this path."""
         return self.guards.graph, self.guards.inputs(scope_of(fn, args))
-
-    def operators_at(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Operators | None:
-        """Return the graph's operators in a call `fn(*args)`, or None if symbolic sizes do not tell them."""
-        if not self._takes_symbols:
-            return None
-        graph, inputs = self.graph_of(fn, args)
-        try:
-            # A graph may fail between switches of the gradient mode.
-            with torch.set_grad_enabled(torch.is_grad_enabled()), quiet_dynamo():
-                self._symbolic = self._symbolic or SymbolicGraph(graph, self.guards.examples, inputs)
-                return self._symbolic.operators(inputs)
-        except Exception as error:  # the graph on fakes of the sizes decides
-            self._takes_symbols = False
-            drop_frames(error)
-            return None
 
     def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
         """Return the numbers in a call that are inputs of the traced graph, as keys of their type and bits."""
@@ -119,7 +102,7 @@ class _ClassPaths:
         self.has_counters = False
         """True if integers of the block are inputs of graphs, because one may change at every call."""
         self.opaque: dict[type[Function], Any] = {}
-        """What `autograd.Function`s that Dynamo cannot trace returned (`opaque_functions.describe_results`)."""
+        """What `autograd.Function`s that Dynamo cannot trace returned (`dynamo_gaps.describe_results`)."""
 
 
 _OF_CLASSES: WeakKeyDictionary[type, _ClassPaths] = WeakKeyDictionary()
@@ -222,9 +205,7 @@ class BlockPaths:
     def has_other_numbers(self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         """Return True if the graph of the latest call, `fn(*args)`, shows that `tape` is wrong for the call's sizes."""
         path = self._latest
-        if path is None or not self.has_graph_of(tape):
-            return False
-        return path.operators_at(fn, args) != operators_of(tape) and not _graph_has(path, tape, fn, args)
+        return path is not None and self.has_graph_of(tape) and not _graph_has(path, tape, fn, args)
 
     def graph_of(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphWithInputs | None:
         """Return (graph, its inputs) of the latest call, `fn(*args)`. The graph may have somewhat other operators than

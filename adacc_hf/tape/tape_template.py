@@ -46,8 +46,8 @@ class TapeTemplate:
     """
 
     def __init__(self, tape: Tape, places: list[int] | None = None) -> None:
-        self.numbers: list[Any] = []
-        """The integers on the tape, in order. They are symbolic on the tape of a graph with symbolic sizes."""
+        self.numbers: list[int] = []
+        """The integers on the tape, in order."""
         self._places = places
         self._refs: dict[tuple[Any, ...], int] = {}
         """Index of each distinct tensor reference. The keys are (value, dtype, places of the sizes, of the strides and
@@ -103,7 +103,7 @@ class TapeTemplate:
             _consumers=base._consumers,
         )
 
-    def _number(self, number: Any) -> int:
+    def _number(self, number: int) -> int:
         self.numbers.append(number)
         index = len(self.numbers) - 1
         return index if self._places is None else self._places[index]
@@ -119,7 +119,7 @@ class TapeTemplate:
             return self._ref(tree)
         if isinstance(tree, Blank):
             return _BlankLike(self._ref(TensorRef(-1, tree.geometry, tree.dtype)).place, tree.device)
-        if type(tree) is int or isinstance(tree, torch.SymInt):
+        if type(tree) is int:
             return _NumberPlaceholder(self._number(tree))
         if isinstance(tree, tuple):
             items = [self._tree(item) for item in tree]
