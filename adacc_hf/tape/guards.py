@@ -1,6 +1,6 @@
-"""Traced paths of a block: paths through the block's Python code, traced by Dynamo and checked by guards.
+"""Keys of a block's calls, and traced paths: paths through the block's Python code, traced and checked by Dynamo.
 
-The guards are the usual evidence that a call runs the operators of a tape (rule R8).
+An equal key is the evidence that a call runs the operators of a tape (rule R8).
 
 Dynamo, torch.compile's front end, reads the Python code of a call, notes every attribute, closure, global,
 configuration and mode that decides which operators run, and creates guards for them in C++. A `TracedPath` is one
@@ -29,7 +29,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -38,10 +38,12 @@ from torch import nn
 from torch.autograd.function import Function
 
 from adacc_hf.artifacts.files import put_latest
+from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.tape.graph_operators import graph_operators, operators_of
+from adacc_hf.tape.inputs import Args, Kwargs, argument_layout, block_layout
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.compat import observing_hooks
-from adacc_hf.torch_glue.dynamo import NotTraceableError, Scope, TracedGuards, trace
+from adacc_hf.torch_glue.dynamo import GUARDS_PARAMETERS, NotTraceableError, Scope, TracedGuards, trace
 from adacc_hf.torch_glue.private import (
     GLOBAL_HOOKS,
     GLOBAL_PRE_HOOKS,
@@ -256,6 +258,56 @@ class BlockPaths:
             return None
         put_latest(self._of_class.paths, path.number, path, MAX_PATHS)
         return path
+
+
+class CallKey(NamedTuple):
+    """Key of a block's call. Two calls with equal keys, of blocks of one kind, run the same operators."""
+
+    shape: Hashable
+    """(layout of the tensor arguments, input numbers of the traced path, number of the path, settings of torch, name of
+    the module that runs in tiles). A traced path is Dynamo's trace of one path through the block's code."""
+    layout: int
+    """Hash of the layout of the block's own tensors (`block_layout`). In addition, each execution plan compares the
+    layout of the tensors that replay reads (`ExecutionPlan.fetch`)."""
+
+
+class KnownShapes(OrderedDict[CallKey, Tape]):
+    """Table from a block's call keys to tapes. The latest key is last. All plans of a block share one table."""
+
+    def __init__(self, untraceable: Untraceable | None = None) -> None:
+        super().__init__()
+        self.paths = BlockPaths(untraceable)
+        """Dynamo's traces of the block's code."""
+        self._layout: int | None = None
+        """Hash of the latest layout (shapes, strides and storages) of the block's own tensors."""
+
+    def key(
+        self,
+        block: nn.Module,
+        fn: Callable[..., Any],
+        args: Args,
+        kwargs: Kwargs,
+        tiling: Tiling | None = None,
+    ) -> CallKey | None:
+        """Return the key of a call `fn(*args, **kwargs)` of `block` that is about to run. Return None if Dynamo cannot
+        trace the call. `paths.untraced` is then the reason.
+
+        If `tiling` is given, the key contains the names of the modules that run in tiles, but not the number of tiles,
+        on which the operators of the tape do not depend.
+        """
+        if not GUARDS_PARAMETERS or self._layout is None:
+            self._layout = hash(block_layout(block))
+        traced = self.paths.key(block, fn, args)
+        if traced is None:
+            return None
+        path, numbers = traced
+        tiled = None if tiling is None else (tiling.modules, tiling.backward_only)
+        return CallKey((argument_layout(args, kwargs), numbers, path, settings_of_torch(), tiled), self._layout)
+
+    def with_current_layout(self, key: CallKey, block: nn.Module) -> CallKey:
+        """Return a copy of `key` with the present layout of the block's own tensors (`block_layout`)."""
+        self._layout = hash(block_layout(block))
+        return key._replace(layout=self._layout)
 
 
 def _aliased_arguments(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:

@@ -36,7 +36,7 @@ AGREED = 16
 """Number of new sizes at which calls of a symbolic tape are checked. A polynomial, a sum of at most three products of
 sizes, that is right there is assumed to be right at all sizes in between. A step function would differ at one."""
 MOST_SIZES = 32
-"""Maximum number of sizes whose tapes are cached for one symbolic tape. Evaluating it again takes less than 1 ms."""
+"""Maximum number of sizes whose tapes are cached for one symbolic tape. Making another one takes a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,18 +165,14 @@ class SymbolicTape:
         is_power_of_two = self.num_new & (self.num_new - 1) == 0
         tape.is_unchecked = is_power_of_two or self.num_new <= AGREED or not self._spans(sizes)
 
-    def agrees(self, tape: Tape, sizes: CallSizes) -> bool:
+    def agrees(self, tape: Tape, sizes: CallSizes) -> bool | None:
         """Return True if `tape`, the record of a call of these `sizes`, equals the tape that is evaluated for the same
-        sizes, in its operators and all numbers. Return False if the polynomials are not valid at `sizes`."""
+        sizes, in its operators and all numbers. Return None if the polynomials are not valid at `sizes`."""
         numbers = self._expressions.at(sizes)
         if numbers is None:
-            return False
+            return None
         own, recorded = TapeTemplate(self._filled(numbers, sizes)), TapeTemplate(tape)
         return own.numbers == recorded.numbers and own.digest() == recorded.digest()
-
-    def covers(self, sizes: CallSizes) -> bool:
-        """Return True if the polynomials are valid for a call of `sizes`."""
-        return self._expressions.at(sizes) is not None
 
     def _filled(self, numbers: list[int], sizes: CallSizes) -> Tape:
         digest = f"{self._identity}@{'x'.join(map(str, sizes.dimensions))}"
@@ -302,7 +298,7 @@ class SizeClassRecords:
         if any(earlier.sizes.dimensions == record.sizes.dimensions for earlier in self.records):
             return True
         symbolic_tape = self.active_symbolic_tape()
-        return symbolic_tape is not None and symbolic_tape.agrees(record.tape, record.sizes)
+        return symbolic_tape is not None and bool(symbolic_tape.agrees(record.tape, record.sizes))
 
     def _give_up(self) -> None:
         self._set_symbolic_tape(None)

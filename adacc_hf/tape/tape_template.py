@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from adacc_hf.tape.tape import Blank, Geometry, Tape, TapeOperator, TapeValue, TensorRef
+from adacc_hf.tape.tape import Blank, Geometry, Tape, TapeOperator, TapeValue, TensorRef, map_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ class TapeTemplate:
             operators=operators,
             slots=[refs[ref] for ref in self._slots],
             function_slots=base.function_slots,
+            sharing=base.sharing,
             identity=base.identity,
             structure=base.structure,
             digest=digest,
@@ -115,38 +116,25 @@ class TapeTemplate:
 
     def _tree(self, tree: Any) -> Any:
         """Return a copy of `tree`, a part of the tape, with placeholders for its numbers and tensors."""
-        if isinstance(tree, TensorRef):
-            return self._ref(tree)
-        if isinstance(tree, Blank):
-            return _BlankLike(self._ref(TensorRef(-1, tree.geometry, tree.dtype)).place, tree.device)
-        if type(tree) is int:
-            return _NumberPlaceholder(self._number(tree))
-        if isinstance(tree, tuple):
-            items = [self._tree(item) for item in tree]
-            return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-        if isinstance(tree, list):
-            return [self._tree(item) for item in tree]
-        if isinstance(tree, dict):
-            return {name: self._tree(item) for name, item in tree.items()}
-        return tree
+        return map_tensors(tree, (TensorRef, Blank, int), self._placeholder)
+
+    def _placeholder(self, leaf: Any) -> Any:
+        if isinstance(leaf, TensorRef):
+            return self._ref(leaf)
+        if isinstance(leaf, Blank):
+            return _BlankLike(self._ref(TensorRef(-1, leaf.geometry, leaf.dtype)).place, leaf.device)
+        return _NumberPlaceholder(self._number(leaf)) if type(leaf) is int else leaf
 
 
 def _filled_template(tree: Any, at: Callable[[int], int], refs: list[TensorRef]) -> Any:
     """Return a copy of `tree` with its placeholders replaced: by the integers `at(place)`, or by the tensor references
     in `refs`."""
-    kind = type(tree)
-    if kind is _RefPlaceholder:
-        return refs[tree.place]
-    if kind is _NumberPlaceholder:
-        return at(tree.place)
-    if kind is _BlankLike:
-        return Blank(refs[tree.place].geometry, refs[tree.place].dtype, tree.device)
-    if kind is tuple:
-        return tuple([_filled_template(item, at, refs) for item in tree])
-    if kind is list:
-        return [_filled_template(item, at, refs) for item in tree]
-    if kind is dict:
-        return {name: _filled_template(item, at, refs) for name, item in tree.items()} if tree else tree
-    if isinstance(tree, tuple):
-        return kind(*[_filled_template(item, at, refs) for item in tree])
-    return tree
+
+    def filled(placeholder: Any) -> Any:
+        if isinstance(placeholder, _NumberPlaceholder):
+            return at(placeholder.place)
+        ref = refs[placeholder.place]
+        is_blank = isinstance(placeholder, _BlankLike)
+        return Blank(ref.geometry, ref.dtype, placeholder.device) if is_blank else ref
+
+    return map_tensors(tree, (_RefPlaceholder, _NumberPlaceholder, _BlankLike), filled)

@@ -8,7 +8,7 @@ from torch import nn
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.run.blocks import Installation
 from adacc_hf.run.call import Recording
-from adacc_hf.tape.call_key import KnownShapes
+from adacc_hf.tape.guards import KnownShapes
 
 CASES = {"gpt2": torch.bfloat16, "llama": torch.float32, "bert": torch.bfloat16, "mixtral": torch.float32}
 OTHERWISE = {"bloom", "falcon", "phimoe"}
