@@ -39,8 +39,8 @@ class Comparing:
 def comparisons(architecture, sizes=(2, 3), dtype=torch.float32):
     model, strategy = architecture.build().train().to(dtype), Comparing()
     installation = Installation(model, architecture.block_classes)
-    for function in installation.functions.values():
-        function.strategy = strategy
+    for call in installation.calls.values():
+        call.strategy = strategy
     for size in sizes:
         model(**architecture.make_batch(size))
         installation.begin_step()
