@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.errors import UnrecordedCallError
-from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.policy import RETAIN, Plan
 from adacc_hf.kernels.codecs import Payload
 from adacc_hf.torch_glue.compat import forward_needs_all_ranks
@@ -238,26 +237,9 @@ def comparison_peaks(profile: Profile) -> dict[str, int]:
 
 
 def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:
-    """Return, for each block by name, the peak of live bytes in a step under `policy` in which this block is sampled.
-
-    The sample keeps the block's inputs, which the plan may not retain, from its forward on, and a gradient of its
-    output of equal size from its backward on, until the end of the step.
-    """
-    plans = [policy.plan_of(block.name) for block in profile.blocks]
-    profile = profile.with_head(policy.head).under(plans)
-    timeline = simulate(profile, plans).timeline
-    places: dict[str, int] = {}
-    """Index of the first moment with each label."""
-    for place, (label, _) in enumerate(timeline):
-        places.setdefault(label, place)
-    peaks = {}
-    for block in profile.blocks:
-        begins = [places.get(f"{part} {block.name}", len(timeline)) for part in ("forward", "backward")]
-        input_bytes = _input_bytes(profile.kind_of(block))
-        peaks[block.name] = max(
-            live + input_bytes * sum(place >= begin for begin in begins) for place, (_, live) in enumerate(timeline)
-        )
-    return peaks
+    """Return, for each block by name, the most live bytes in a step under `policy` in which this block is sampled. The
+    sample keeps the block's inputs, which the plan may not retain, and a gradient of its output of equal size."""
+    return {b.name: policy.predicted_peak_bytes + 2 * _input_bytes(profile.kind_of(b)) for b in profile.blocks}
 
 
 def _input_bytes(kind: KindProfile) -> int:

@@ -14,7 +14,7 @@ from adacc_hf.adapt.run_state import RunState
 from adacc_hf.artifacts.errors import ProfilerConflictError
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.memory_profile import StepMarker, missing_bytes, moment_peaks
-from adacc_hf.run.blocks import BlockFunction, LaterCall
+from adacc_hf.run.blocks import BlockCall
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import num_elements
 from adacc_hf.torch_glue.memory import static_bytes
@@ -34,7 +34,7 @@ class StepMeter:
         """Peak memory of the last measured step, without the optimizer's step. None if no step was measured."""
         self.moments: dict[str, int] = {}
         """Peak memory of each part of the step (see `StepMarker`), such as a block's forward. Empty if `count_memory`
-        was called without `functions`."""
+        was called without `calls`."""
         self._marks: StepMarker | None = None
         self._memory: MemoryMeter | None = None
         self.static_bytes = 0
@@ -44,11 +44,9 @@ class StepMeter:
         self.peak_bytes = None
         self.moments = {}
 
-    def count_memory(
-        self, model: nn.Module, optimizer: Any, functions: Mapping[str, BlockFunction | LaterCall] | None = None
-    ) -> None:
-        """Begin to measure the memory of the step and, with `functions` (the block calls), of each part of the step. On
-        a CPU, do nothing while another profiler is active."""
+    def count_memory(self, model: nn.Module, optimizer: Any, calls: Mapping[str, BlockCall] | None = None) -> None:
+        """Begin to measure the memory of the step and, with the block `calls`, of each part of the step. On a CPU, do
+        nothing while another profiler is active."""
         device = next(model.parameters()).device
         if device.type == "cpu" and is_profiling():
             return
@@ -56,8 +54,8 @@ class StepMeter:
         self._memory = MemoryMeter.for_device(device)
         self._memory.__enter__()
         self._memory.mark(("step",))
-        if functions is not None:
-            self._marks = StepMarker(functions, self._memory)
+        if calls is not None:
+            self._marks = StepMarker(calls, self._memory)
 
     def end_backward(self) -> None:
         """End the measurement before the optimizer's step, whose memory policies do not affect. Set the results."""
@@ -98,7 +96,7 @@ class PeakCheck:
         """Begin to measure the memory of the current step."""
         self.is_on, self._requested = True, self._choice.shown
         self.meter.begin()
-        self.meter.count_memory(self._run.model, self._run.optimizer, handle.installation.functions)
+        self.meter.count_memory(self._run.model, self._run.optimizer, handle.installation.calls)
 
     def close(self) -> None:
         """Stop measuring memory. Do nothing if memory is not being measured."""

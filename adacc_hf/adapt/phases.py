@@ -240,8 +240,8 @@ class FullRecompute(Installation):
         except BaseException:
             self._remove_head()
             raise
-        for function in self.blocks.values():
-            function.strategy = CheckpointStrategy()
+        for call in self.calls.values():
+            call.strategy = CheckpointStrategy()
         self.executed = ExecutedBlocks(self.modules)
 
     def begin_step(self) -> None:

@@ -19,8 +19,9 @@ from transformers.pytorch_utils import Conv1D
 
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.estimate.presets import fresh_model, is_classifier
-from adacc_hf.torch_glue.private import buffers_of, parameters_of, unset_fake_temporarily
+from adacc_hf.torch_glue.private import buffers_of, parameters_of, private_name, unset_fake_temporarily
 
+_CAST_INPUT = private_name("BaseTunerLayer", "_cast_input_dtype")
 _SCALE_BLOCK = 64
 """Number of weights that share a scale: bitsandbytes' default `blocksize` of 4-bit weights on NVIDIA's devices."""
 _NESTED_BLOCK = 256
@@ -82,7 +83,7 @@ def lora_model(
         module: Any
         for module in adapted.modules():
             if isinstance(getattr(module, "base_layer", None), QuantizedLinear):
-                module._cast_input_dtype = _cast_without_autocast
+                setattr(module, _CAST_INPUT, _cast_without_autocast)
     _materialize_fake_model(adapted)
     return cast("PreTrainedModel", adapted)  # PeftModel forwards missing attributes to the model
 

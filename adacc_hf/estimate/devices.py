@@ -157,7 +157,7 @@ def measure_cpu() -> Device:
     import torch
 
     from adacc_hf.price.timing import median_ms
-    from adacc_hf.torch_glue.host_memory import total_host_bytes
+    from adacc_hf.torch_glue.memory import total_host_bytes
 
     cpu = torch.device("cpu")
     source, target = (torch.ones(_COPIED_BYTES // 4, device=cpu) for _ in range(2))

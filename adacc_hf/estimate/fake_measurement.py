@@ -49,6 +49,7 @@ from adacc_hf.torch_glue.memory import count_static_bytes
 from adacc_hf.torch_glue.meters import MemoryMeter
 from adacc_hf.torch_glue.private import (
     GROUPED_PRODUCT,
+    UNSAFE_VIEW,
     TorchDispatchMode,
     attention_operator,
     op_name,
@@ -254,7 +255,7 @@ def _codec_error_on_normal(name: str, options: tuple[tuple[str, Any], ...]) -> f
 
 
 _WITHOUT_KERNEL = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
-_WITHOUT_KERNEL |= {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided, torch.ops.aten._unsafe_view}
+_WITHOUT_KERNEL |= {torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided, UNSAFE_VIEW}
 
 
 # Roofline time of an operator: the lower bound from the device's peak rates, plus the launch.

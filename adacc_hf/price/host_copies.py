@@ -15,7 +15,7 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.kernels._host_pool import HostPool, host_pool
 from adacc_hf.price.timing import median_ms
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks
-from adacc_hf.torch_glue.host_memory import free_host_bytes, has_own_memory
+from adacc_hf.torch_glue.memory import free_host_bytes, has_own_memory
 
 log = logging.getLogger(__name__)
 

@@ -91,11 +91,11 @@ class LiveStep:
         self._meter = self._measurement.meter(self._device)
         self._prepare_head(model)
         installation, self.is_open = self._installation, True
-        self._strategies = {name: function.strategy for name, function in installation.functions.items()}
+        self._strategies = {name: call.strategy for name, call in installation.calls.items()}
         installation.expect(installation.blocks)
         self._marks = CallMarks(self._meter, self._measurement, self.end_forward)
-        for index, (name, function) in enumerate(installation.blocks.items()):
-            function.strategy = _LiveStrategy(name, self, is_first=index == 0)
+        for index, (name, call) in enumerate(installation.calls.items()):
+            call.strategy = _LiveStrategy(name, self, is_first=index == 0)
         self._stack.enter_context(self._meter)
         self._begin_seconds = self._measurement.seconds_at(self._device)
         self._aside_seconds = 0.0
@@ -221,10 +221,10 @@ class LiveStep:
             self._head = self._own_head = None
         installation = self._installation
         if installation.modules:
-            if list(installation.functions) != list(self._strategies):
+            if list(installation.calls) != list(self._strategies):
                 installation.expect(self._strategies)
             for name, strategy in self._strategies.items():
-                installation.functions[name].strategy = strategy
+                installation.calls[name].strategy = strategy
         self._stack.close()
 
     @property

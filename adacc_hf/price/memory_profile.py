@@ -23,7 +23,7 @@ from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.shared_storage import RecordedBlock
 from adacc_hf.price.unreplayable_kinds import with_untrusted_memory
-from adacc_hf.run.blocks import BlockFunction, LaterCall, Strategy
+from adacc_hf.run.blocks import BlockCall, Strategy
 from adacc_hf.torch_glue.distributed import gradients_of
 from adacc_hf.torch_glue.memory import distinct_bytes
 from adacc_hf.torch_glue.meters import MemoryMeter, MemoryPoint
@@ -212,21 +212,21 @@ class _MarkedStrategy:
 
 class StepMarker:
     """Recorder that marks the parts of each training step in `meter` until `remove()`: the blocks' backward, the
-    optimizer's step, and the rest. `functions` maps the name of each block call to the object that runs it."""
+    optimizer's step, and the rest. `calls` are the block calls of a step by name."""
 
-    def __init__(self, functions: Mapping[str, BlockFunction | LaterCall], meter: MemoryMeter) -> None:
+    def __init__(self, calls: Mapping[str, BlockCall], meter: MemoryMeter) -> None:
         self._markers, marks = [], CallMarks(meter, Measurement())
-        for index, (name, function) in enumerate(functions.items()):
-            marker = _MarkedStrategy(name, function.strategy, marks, is_first=index == 0)
-            self._markers.append((function, marker))
-            function.strategy = marker
+        for index, (name, call) in enumerate(calls.items()):
+            marker = _MarkedStrategy(name, call.strategy, marks, is_first=index == 0)
+            self._markers.append((call, marker))
+            call.strategy = marker
         self._hook = register_optimizer_step_pre_hook(lambda *_: meter.mark((OPTIMIZER,)))
 
     def remove(self) -> None:
         """Stop marking. Restore each block's earlier strategy, unless other code has set a new one since."""
-        for function, marker in self._markers:
-            if function.strategy is marker:
-                function.strategy = marker.inner
+        for call, marker in self._markers:
+            if call.strategy is marker:
+                call.strategy = marker.inner
         self._markers = []
         self._hook.remove()
 

@@ -28,8 +28,8 @@ from adacc_hf.price.preserved_values import preserved_block
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors, TensorNote, storage_key_of
 from adacc_hf.price.tile_memory import TileMemory, measure_tile, tiled_inputs
 from adacc_hf.run.call import Recording
-from adacc_hf.tape.call_key import KnownShapes
 from adacc_hf.tape.execution_plan import unfit_values
+from adacc_hf.tape.guards import KnownShapes
 from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.operator_effects import HIDDEN
 from adacc_hf.tape.recorder import Recorder

@@ -18,9 +18,8 @@ from adacc_hf.run.blocks import Strategy
 from adacc_hf.run.call import Call, Recording
 from adacc_hf.run.checkpointed_call import run_checkpointed
 from adacc_hf.run.entries import OTHER_RANKS, OUT_OF_PLACE, UNTRAINED, Entry, PlanEntries
-from adacc_hf.tape.call_key import CallKey, KnownShapes
 from adacc_hf.tape.execution_plan import ExecutionPlan, codec_of
-from adacc_hf.tape.guards import GraphOfCall
+from adacc_hf.tape.guards import CallKey, GraphOfCall, KnownShapes
 from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tape_cache import TapeCache
@@ -71,7 +70,7 @@ class BlockExecutor:
         if self._must_be_checkpointed:
             self.tape_cache.fallbacks.add(UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS, self.name)
             return checkpoint_call(fn, *args, block=block)
-        if self._is_plain and (self.entries.recorded or self.entries.bases):
+        if self._is_plain and (self.entries.recorded or self.entries.sized):
             return fn(*args)
         key = self.known_shapes.key(block, fn, args, kwargs, self.plan.tiling)
         if key is None:

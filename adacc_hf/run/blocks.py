@@ -69,15 +69,6 @@ class WrappedStrategy(Strategy, Protocol):
     inner: Strategy
 
 
-def replace_strategy(function: BlockFunction | LaterCall, strategy: Strategy) -> None:
-    """Let `function` run its calls under `strategy`. A `WrappedStrategy` stays around it: a policy may change within a
-    step, and a measurement of the step's memory must not lose its observers."""
-    if isinstance(function.strategy, WrappedStrategy):
-        function.strategy.inner = strategy
-    else:
-        function.strategy = strategy
-
-
 class PlainStrategy:
     """Strategy that runs a block's forward unchanged."""
 
@@ -112,12 +103,20 @@ class TrainingFlag:
         return torch.is_grad_enabled() if is_block else self.was_on
 
 
-class LaterCall:
-    """Name and strategy of a block's second or later call in a step."""
+class BlockCall:
+    """One call of a block in a step: its name, and the strategy that runs it."""
 
     def __init__(self, name: str, strategy: Strategy) -> None:
         self.name = name
         self.strategy = strategy
+
+    def replace_strategy(self, strategy: Strategy) -> None:
+        """Run the call under `strategy`. A `WrappedStrategy` stays around it: a policy may change within a step, and a
+        measurement of the step's memory must not lose its observers."""
+        if isinstance(self.strategy, WrappedStrategy):
+            self.strategy.inner = strategy
+        else:
+            self.strategy = strategy
 
 
 class BlockFunction:
@@ -129,15 +128,13 @@ class BlockFunction:
         self._lock = RLock() if lock is None else lock
         """Lock of the model, which a thread holds while it is inside a block."""
         self.block: nn.Module | None = block
-        self.strategy = strategy
-        """Strategy of the first call in a step, and of all calls if `later` is empty."""
-        self.later: list[LaterCall] = []
-        """The block's second and later calls in a step."""
+        self.calls = [BlockCall(name, strategy)]
+        """The block's calls in a step, in order."""
         self.num_calls = 0
         """Number of calls of the block so far with gradients enabled."""
         self._has_warned_of_transform = False
         self.next_call = 0
-        """Index of the next call in the step, among `calls()`."""
+        """Index of the next call in the step, among `calls`."""
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         if self.block is None or not torch.is_grad_enabled() or self._has_no_storage(args):
@@ -155,7 +152,7 @@ class BlockFunction:
                 f"ZeRO 3 has divided the parameters of block {self.name} among ranks after the policy was applied: "
                 f"apply the policy after deepspeed.initialize or accelerator.prepare"
             )
-        if outer_hooks() is not None and not getattr(self.strategy, "expects_outer_hooks", False):
+        if outer_hooks() is not None and not getattr(self.calls[0].strategy, "expects_outer_hooks", False):
             raise NestedHooksError(_describe_hooks(self.name, outer_hooks()))
         arguments = (*args, *fn.keywords.values()) if isinstance(fn, partial) else args
         if any(isinstance(argument, Cache) for argument in arguments) and not only_reads_cache(self.block):
@@ -206,11 +203,8 @@ class BlockFunction:
         block = self.block
         assert block is not None  # checked in `__call__`
         kwargs = fn.keywords if isinstance(fn, partial) else {}
-        if not self.later:
-            return self.strategy.run(block, fn, args, kwargs)
-        call = self.calls()[self.next_call]
-        result = call.strategy.run(block, fn, args, kwargs)
-        self.next_call = (self.next_call + 1) % len(self.calls())
+        result = self.calls[self.next_call].strategy.run(block, fn, args, kwargs)
+        self.next_call = (self.next_call + 1) % len(self.calls)
         return result
 
     def _has_no_storage(self, args: tuple[Any, ...]) -> bool:
@@ -227,16 +221,11 @@ class BlockFunction:
             )
         return is_transformed
 
-    def calls(self) -> list[BlockFunction | LaterCall]:
-        """Return the objects with name and strategy of each call of the block in a step, in call order."""
-        return [self, *self.later]
-
-    def set_later(self, number: int) -> None:
-        """Set how many calls follow the block's first one in a step, and begin a step. Added calls get the first call's
-        strategy."""
+    def set_calls(self, number: int) -> None:
+        """Set how many calls of the block a step has, and begin a step. Added calls get the first call's strategy."""
         self.next_call = 0
-        names = [call_name(self.name, 2 + place) for place in range(number)]
-        self.later = [*self.later, *(LaterCall(name, self.strategy) for name in names[len(self.later) :])][:number]
+        names = [call_name(self.name, place) for place in range(len(self.calls) + 1, number + 1)]
+        self.calls = [*self.calls, *(BlockCall(name, self.calls[0].strategy) for name in names)][:number]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _inert_function, (self.name,)
@@ -278,8 +267,8 @@ class Installation:
         refuse_adapters(model)
         lock = RLock()
         self.blocks = {name: BlockFunction(name, block, PlainStrategy(), lock) for name, block in blocks}
-        self.functions: dict[str, BlockFunction | LaterCall] = {**self.blocks}
-        """Object with the strategy of each call of a block in a step, by call name."""
+        self.calls = {name: function.calls[0] for name, function in self.blocks.items()}
+        """Each call of a block in a step, by name."""
         self._num_calls_before = dict.fromkeys(self.blocks, 0)
         self._undo: list[tuple[nn.Module, str, Any]] = []
         self._wraps_forward = block_classes is not None
@@ -313,11 +302,11 @@ class Installation:
     def expect(self, calls: Iterable[str]) -> None:
         """Set the names of the block calls in a step, in call order and of every block, and begin a step."""
         calls = list(calls)
-        if calls != list(self.functions):
+        if calls != list(self.calls):
             for block, number in calls_per_block(calls).items():
-                self.blocks[block].set_later(number - 1)
-            call_by_name = {call.name: call for block in self.blocks.values() for call in block.calls()}
-            self.functions = {name: call_by_name[name] for name in calls}
+                self.blocks[block].set_calls(number)
+            call_by_name = {call.name: call for block in self.blocks.values() for call in block.calls}
+            self.calls = {name: call_by_name[name] for name in calls}
         self.begin_step()
 
     def begin_step(self) -> None:

@@ -73,22 +73,6 @@ class Call:
     `externals` contains (value index, tensor) for each tensor that replay reads and that existed before the call.
     """
 
-    __slots__ = (
-        "_cells",
-        "_checksums",
-        "_codecs",
-        "_environment",
-        "_in_order",
-        "_lossy",
-        "_rank",
-        "_schedule",
-        "_slot",
-        "_versions",
-        "block",
-        "plan",
-        "unpacked_slots",
-    )
-
     def __init__(
         self,
         plan: ExecutionPlan,
@@ -263,7 +247,7 @@ class Call:
         value, ref = self.plan.slots[slot].value, self.plan.tape.slots[slot]
         base = environment[value]
         assert base is not None  # the program computed it
-        result = base.as_strided(*ref.geometry) if base.dtype is ref.dtype else view(base, ref)
+        result = view(base, ref)
         for freed_value in program.frees:
             environment[freed_value] = None
         is_held = environment[value] is not None or value in self.plan.store.retained
@@ -278,9 +262,8 @@ class Call:
                 raise self._modified(value)
             self._environment[value] = cell.tensor
         elif self._environment[value] is None:
-            decoded, ref = self._codecs[value].decode(cell.payload), self.plan.tape.values[value].ref
-            is_same = decoded.dtype is ref.dtype
-            self._environment[value] = decoded.as_strided(*ref.geometry) if is_same else view(decoded, ref)
+            decoded = self._codecs[value].decode(cell.payload)
+            self._environment[value] = view(decoded, self.plan.tape.values[value].ref)
 
     def _store(self, value: int, tensor: torch.Tensor, local: torch.Tensor) -> None:
         """Store `value` in its cell, as a tensor or a payload. `local` is this rank's part of `tensor`. A value is
@@ -293,7 +276,7 @@ class Call:
                 cell.saved, cell.version = tensor.detach(), version_of(tensor)
                 local = cell.saved if local is tensor else local_of(cell.saved)
                 ref = self.plan.tape.values[value].ref
-            base = local.as_strided(*ref.geometry) if local.dtype is ref.dtype else view(local, ref)
+            base = view(local, ref)
             if is_coded:
                 cell.payload = self._codecs[value].encode(base)
             else:

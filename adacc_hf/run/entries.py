@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.files import put_latest
-from adacc_hf.artifacts.policy import RETAIN, Action, Choice, Plan
-from adacc_hf.kernels.codecs import Codec, get_codec
-from adacc_hf.tape.call_key import CallKey, KnownShapes
+from adacc_hf.artifacts.policy import RETAIN, Choice, Plan
+from adacc_hf.kernels.codecs import Codec
 from adacc_hf.tape.execution_plan import ExecutionPlan, choices_by_value, codec_of, unfit_values
+from adacc_hf.tape.guards import CallKey, KnownShapes
 from adacc_hf.tape.symbolic_tape import MOST_SIZES, SymbolicTape
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tape_cache import TapeCache
-
-log = logging.getLogger(__name__)
 
 MAX_SHAPES = 512
 """Maximum number of call keys that a block remembers, least recently used goes first. Sequences have hundreds of
@@ -37,7 +34,7 @@ class Entry:
     """Instructions to run a block's calls with one call key: an execution plan, or torch's checkpoint."""
 
     tape: Tape
-    """The recorded tape, or the base of `symbolic_tape`."""
+    """The recorded tape, or the tape of `symbolic_tape` at the size of the calls."""
     calls: Iterator[int]
     """Numbers of the next calls. The first calls of a tape are checked (`is_checked_call`), unless an earlier plan of
     the block or a profile has run them."""
@@ -49,8 +46,6 @@ class Entry:
     """Slots in the order in which a backward unpacked them. None once the order is in the tape cache."""
     symbolic_tape: SymbolicTape | None = None
     """Symbolic tape (for all sizes) from which the tape of this entry was computed. None for a recorded tape."""
-    base: Tape | None = None
-    """Value of `symbolic_tape.base` when the entry was made. If it has changed, the entry is out of date."""
     fallback: str | None = None
     """The reason why the block does not follow its plan, or None."""
 
@@ -63,7 +58,8 @@ class Entry:
     @property
     def is_current(self) -> bool:
         """True if the entry's tape is recorded, or was computed from a symbolic tape that has not changed since."""
-        return self.symbolic_tape is None or (self.symbolic_tape.is_active and self.base is self.symbolic_tape.base)
+        symbolic = self.symbolic_tape
+        return symbolic is None or (symbolic.is_active and self.tape.recomputable is symbolic.base.recomputable)
 
 
 class PlanEntries:
@@ -85,8 +81,9 @@ class PlanEntries:
         """Entries whose tape was recorded, by call key. The latest entry is last."""
         self.sized: OrderedDict[CallKey, Entry] = OrderedDict()
         """Entries for sizes at which no call was recorded, by call key. The latest entry is last."""
-        self.bases: WeakKeyDictionary[SymbolicTape, Entry] = WeakKeyDictionary()
-        """Entries by symbolic tape, from which those for single sizes are derived."""
+        self._codecs: WeakValueDictionary[tuple[str, int, tuple[int, ...]], Codec] = WeakValueDictionary()
+        """Codecs by (`Tape.structure`, value, number of channels). A codec chooses its outlier channels once for all
+        sizes with as many channels."""
 
     def find(self, key: CallKey) -> Entry | None:
         """Return the entry for `key`, with a tape of the block, a profile or a block of the kind, or None."""
@@ -122,35 +119,13 @@ class PlanEntries:
         tape = None if match is None else self.tape_cache.tape_of(*match)
         if match is None or tape is None:
             return None
-        entry = self._entry_at(match[0], tape)
+        # No check of the second call: the first calls of new sizes are checked (`Tape.is_unchecked`).
+        entry = self._entry(tape, count(3), match[0])
         put_latest(self.sized, key, entry, MOST_SIZES)
         return entry
 
-    def _entry_at(self, symbolic_tape: SymbolicTape, tape: Tape) -> Entry:
-        """Return an entry for `tape`, computed from `symbolic_tape` for a size at which no call was recorded. The plan
-        of the recorded base is resized, or a new one built if the size is too small for one of its codecs."""
-        base = self.bases.get(symbolic_tape)
-        if base is None or base.base is not symbolic_tape.base:
-            # No check of the second call: the first calls of new sizes are checked (`Tape.is_unchecked`).
-            base = self.bases[symbolic_tape] = self._entry(symbolic_tape.base, count(3))
-            base.base = symbolic_tape.base
-        plan = self.tape_cache.resized(base.plan, tape)
-        codecs: dict[int, Codec] = {}
-        for value, codec in base.codecs.items():
-            view, base_view = plan.encode_views[value], base.plan.encode_views[value]
-            size = view.geometry[0]
-            if codec.supports(size, view.dtype):
-                # With as many channels, the codec stays, with the outlier channels that it has chosen.
-                is_same = size[-1:] == base_view.geometry[0][-1:]
-                codecs[value] = codec if is_same else get_codec(codec.name, **codec.options)
-        if len(codecs) < len(base.codecs):  # the size is too small for a codec
-            sized = self._entry(tape, base.calls)
-            sized.symbolic_tape, sized.base = symbolic_tape, symbolic_tape.base
-            return sized
-        return replace(base, execution_plan=plan, codecs=codecs, symbolic_tape=symbolic_tape)
-
-    def _entry(self, tape: Tape, calls: Iterator[int]) -> Entry:
-        """Create the entry for calls with the operators of `tape`."""
+    def _entry(self, tape: Tape, calls: Iterator[int], symbolic_tape: SymbolicTape | None = None) -> Entry:
+        """Create the entry for calls with the operators of `tape`, recorded or computed from `symbolic_tape`."""
         if tape.untrusted is not None:
             self.tape_cache.warn_not_replayed(self.name, tape.structure, tape.untrusted)
             return Entry(tape, calls, None, {}, fallback=self.fallback_of(tape.untrusted))
@@ -159,8 +134,12 @@ class PlanEntries:
             value.index for value in tape.values if tape.is_block_input(value.index) and value.index not in choices
         )
         plan = self.tape_cache.execution_plan(tape, choices, shared)
-        codecs = {value: codec_of(choice) for value, choice in choices.items() if choice.action is Action.COMPRESS}
-        return Entry(tape, calls, plan, codecs, fallback=None if is_planned or self.plan.is_plain else OTHER_OPERATORS)
+        codecs: dict[int, Codec] = {}
+        for value, view in plan.encode_views.items():
+            key = tape.structure, value, view.geometry[0][-1:]
+            codecs[value] = self._codecs[key] = self._codecs.get(key) or codec_of(choices[value])
+        fallback = None if is_planned or self.plan.is_plain else OTHER_OPERATORS
+        return Entry(tape, calls, plan, codecs, symbolic_tape=symbolic_tape, fallback=fallback)
 
     def fallback_of(self, reason: str) -> str | None:
         """Return the reason to record for calls that run under torch's checkpoint because of `reason`, or None if the
@@ -180,7 +159,7 @@ class PlanEntries:
         structure, _, identity, call = (self.plan.kind.split("-") + [""] * 3)[:4]
         own_structure, _, own_identity, own_call = tape.kind.split("-")
         if structure != own_structure:
-            own_tapes = (*self.known_shapes.values(), *(entry.tape for entry in self.bases.values()))
+            own_tapes = (*self.known_shapes.values(), *(entry.tape for entry in self.sized.values()))
             planned_tape = next((own for own in own_tapes if own.structure.startswith(structure)), None)
             recorded_tape = next(iter(self.tape_cache.tapes_of_kind(structure)), None)
             # A profile in this process was of this model, which may run different operators by now.
@@ -201,7 +180,8 @@ class PlanEntries:
         retained = unfit_values(choices, tape)
         if retained:
             names = ", ".join(tape.values[value].name for value in retained)
-            log.warning(
+            self.tape_cache.warn_once(
+                f"{self.name} retains {names}",
                 "Adacc: block %s retains %s: the planned replay or codec is not possible here, or replay would read a "
                 "value stored with loss",
                 self.name,

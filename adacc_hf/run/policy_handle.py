@@ -71,7 +71,7 @@ from adacc_hf.artifacts.tables import policy_tables
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.kernels._host_pool import host_pool
 from adacc_hf.run.block_executor import BlockExecutor
-from adacc_hf.run.blocks import CheckpointStrategy, Installation, replace_strategy
+from adacc_hf.run.blocks import CheckpointStrategy, Installation
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
 from adacc_hf.torch_glue.progress import announce
 from adacc_hf.torch_glue.zero3 import is_partitioned
@@ -140,9 +140,9 @@ class PolicyHandle:
         """
         if plans is not None and plans.policy.predicted_host_bytes:
             host_pool.reserve(self, plans.policy.predicted_host_bytes, self.installation.model)
-        self.installation.expect(self.installation.functions if plans is None else plans.strategies)
-        for name, function in self.installation.functions.items():
-            replace_strategy(function, CheckpointStrategy() if plans is None else plans.strategies[name])
+        self.installation.expect(self.installation.calls if plans is None else plans.strategies)
+        for name, call in self.installation.calls.items():
+            call.replace_strategy(CheckpointStrategy() if plans is None else plans.strategies[name])
         if plans is not None:  # else keep the head, because no batch size is safer with a plain head
             self._chunk_head(plans.policy.head == "chunked")
             self.plans, self.policy = plans, plans.policy

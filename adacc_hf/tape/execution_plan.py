@@ -8,8 +8,7 @@ functions at the end of this file adapt a plan's choices to a tape with differen
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,8 +18,8 @@ from adacc_hf.artifacts.exact_recompute_rules import is_statistic, source_activa
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
 from adacc_hf.kernels.codecs import MASK, Codec, codecs_suiting, get_codec, list_codecs
 from adacc_hf.tape.inputs import PLACES, find_external
-from adacc_hf.tape.replay import Environment, ReplayProgram, ReplayStep, StorageMap, closure, schedule, single_program
-from adacc_hf.tape.replay_check import merge_equal_values, substitute_values
+from adacc_hf.tape.replay import Environment, ReplayProgram, StorageMap, closure, schedule, single_program
+from adacc_hf.tape.replay_check import merge_equal_values
 from adacc_hf.tape.tape import Source, Tape, TensorRef, geometry_of
 from adacc_hf.torch_glue.private import storage_key
 from adacc_hf.torch_glue.tensors import PLAIN, local_of
@@ -81,25 +80,31 @@ class ExecutionPlan:
         self.device_type = next((value.device.type for value in tape.values), "cpu")
         self.is_plain = all(choice.action is Action.RETAIN for choice in choices.values())
         self.store = _storage_map(tape, choices, frozenset(shared))
-        self._equal = equal = _equal_values_used(tape, choices)
-        self._merged: Tape | None = merge_equal_values(tape, equal) if equal else tape
-        in_cells = {value for value, choice in choices.items() if choice.action is not Action.RETAIN} | {
-            *equal.values()
-        }
-        self.needs = {value: self._roots_of(value) for value in self._merged.saved_values() if value in in_cells}
+        equal = _equal_values_used(tape, choices)
+        self._merged_tape = merge_equal_values(tape, equal) if equal else tape
+        """Copy of the tape that refers to a stored value in place of each value of equal contents that the plan does
+        not store."""
+        in_cells = {*equal.values(), *(v for v, choice in choices.items() if choice.action is not Action.RETAIN)}
+        saved_values = [value for value in self._merged_tape.saved_values() if value in in_cells]
+        closures = {value: closure(self._merged_tape, value, self.store.__contains__) for value in saved_values}
+        stored = self.store.retained | self.store.compressed
+        self.needs = {v: tuple(leaf for leaf in leaves if leaf in stored) for v, (_, leaves) in closures.items()}
+        """Stored values from which each saved value in a cell is recomputed, if nothing else was recomputed before."""
         saved = {value for value in self.needs if value in self.store.compressed}
         self.roots = tuple(sorted(saved.union(*self.needs.values())))
         """Values that a call itself stores for backward, each in a cell: values that the plan compresses, or that a
         replay reads."""
-        read = {*self._read_by_replay(), *equal.values()}
-        self.slots = [self._slot(ref.value, read) for ref in self._merged.slots]
+        replayed = {operator for operators, _ in closures.values() for operator in operators}
+        read = {value for operator in replayed for value in self._merged_tape.operators[operator].inputs()}
+        read = {value for value in read if not tape.is_held_elsewhere(value)} | {*equal.values()}
+        self.slots = [self._slot(ref.value, read) for ref in self._merged_tape.slots]
         self.first_state: tuple[int, torch.device] | None = None
         """(value, device) of the random generator's state that a call captures before the block runs, or None."""
         self.draws = False
         """True if replay draws random numbers again."""
         self._place_states()
         self.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
-        self.externals = self._externals()
+        self.externals = self._externals({leaf for _, leaves in closures.values() for leaf in leaves})
         """(value, source) of the inputs, parameters, buffers and attached tensors that a call provides for replay."""
         self.attached = [place for place, (_, source) in enumerate(self.externals) if source.place in PLACES]
         """Indices in `externals` of attached tensors (tape/inputs.py). Most blocks have none."""
@@ -113,33 +118,6 @@ class ExecutionPlan:
         """Schedule replay for a backward that unpacks the saved tensors in `order`. Calls in progress keep their
         schedule."""
         self.schedule = Schedule(order, schedule(self._merged_tape, self.store, order, self._passthrough))
-
-    def resized(self, tape: Tape) -> ExecutionPlan:
-        """Return a copy of this execution plan for `tape`, which has the same operators at another size."""
-        if tape.order and self.schedule.order != tape.order:
-            self.follow(tape.order)
-        plan = copy(self)
-        plan.tape, plan._merged = tape, None
-        plan.encode_views = {value: encode_view(tape, value) for value in self.store.compressed}
-
-        def resized_step(step: ReplayStep) -> ReplayStep:
-            operator = tape.operators[step.operator.index]
-            return step.resized(substitute_values(operator, self._equal) if self._equal else operator, tape)
-
-        programs = [
-            replace(program, steps=tuple(map(resized_step, program.steps))) if program.steps else program
-            for program in self.schedule.programs
-        ]
-        plan.schedule = Schedule(self.schedule.order, programs)
-        return plan
-
-    @property
-    def _merged_tape(self) -> Tape:
-        """Copy of the plan's tape that refers to a stored value in place of each value of equal contents that the plan
-        does not store."""
-        if self._merged is None:
-            self._merged = merge_equal_values(self.tape, self._equal) if self._equal else self.tape
-        return self._merged
 
     def fetch(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -209,19 +187,6 @@ class ExecutionPlan:
         available = {value for value, tensor in enumerate(environment) if tensor is not None}
         return single_program(self._merged_tape, self.store, slot, available)
 
-    def _roots_of(self, value: int) -> tuple[int, ...]:
-        """Return the stored values that replay reads to recompute `value` if nothing else was recomputed before."""
-        _, leaves = closure(self._merged_tape, value, self.store.__contains__)
-        return tuple(leaf for leaf in leaves if leaf in self.store.retained or leaf in self.store.compressed)
-
-    def _read_by_replay(self) -> set[int]:
-        """Return the values that replay reads, except values that exist outside the block, such as parameters."""
-        runs = [closure(self._merged_tape, value, self.store.__contains__)[0] for value in self.needs]
-        values_read = {
-            value for run in runs for number in run for value in self._merged_tape.operators[number].inputs()
-        }
-        return {value for value in values_read if not self.tape.is_held_elsewhere(value)}
-
     def _slot(self, value: int, read: set[int]) -> Slot:
         """Return the plan's instructions for a saved tensor that views `value`. Values in `read` must not change before
         backward, because replay reads them, or backward does in place of equal values."""
@@ -246,11 +211,8 @@ class ExecutionPlan:
                 else:
                     self.first_state = value, device
 
-    def _externals(self) -> list[tuple[int, Source]]:
-        """Return (value, source) of each input, parameter or other existing tensor that replay reads."""
-        values_read = {
-            value for needs in self.needs for value in closure(self._merged_tape, needs, self.store.__contains__)[1]
-        }
+    def _externals(self, values_read: set[int]) -> list[tuple[int, Source]]:
+        """Return (value, source) of each input, parameter or other existing tensor in `values_read` by replay."""
         saved = set(self._merged_tape.saved_values())
         required = [
             v for v in sorted(values_read) if v in self.store.persistent or (v in self.roots and v not in saved)

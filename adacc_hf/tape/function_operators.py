@@ -198,7 +198,8 @@ def compose_arguments(args: tuple[Any, ...], requires_grad: tuple[bool, ...]) ->
         flag = next(flags)
         return tensor if torch.is_grad_enabled() else tensor.detach().requires_grad_(flag)
 
-    return tuple([_compose_argument(argument) for argument in map_tensors(args, torch.Tensor, tensor_of)])
+    composed: tuple[Any, ...] = map_tensors(map_tensors(args, torch.Tensor, tensor_of), Parts, _compose_object)
+    return composed
 
 
 def on_copies(args: Any, copies: Mapping[int, torch.Tensor]) -> Any:
@@ -211,22 +212,14 @@ def on_copies(args: Any, copies: Mapping[int, torch.Tensor]) -> Any:
     return map_tensors(args, torch.Tensor, on_copy)
 
 
-def _compose_argument(value: Any) -> Any:
-    """Return `value` with all `Parts` replaced by the objects that they describe."""
-    if isinstance(value, Parts):
-        if value.kind is torch.Size:
-            return torch.Size(value.attributes)
-        composed: Any = object.__new__(value.kind)
-        vars(composed).update({name: _compose_argument(item) for name, item in value.attributes.items()})
-        return composed
-    if isinstance(value, tuple):
-        items = [_compose_argument(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [_compose_argument(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _compose_argument(item) for name, item in value.items()}
-    return value
+def _compose_object(parts: Parts) -> Any:
+    """Return the object that `parts` describes."""
+    attributes = map_tensors(parts.attributes, Parts, _compose_object)
+    if parts.kind is torch.Size:
+        return torch.Size(attributes)
+    composed: Any = object.__new__(parts.kind)
+    vars(composed).update(attributes)
+    return composed
 
 
 # The state around a call.

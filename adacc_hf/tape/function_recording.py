@@ -52,8 +52,8 @@ from adacc_hf.tape.tape import (
     leaves,
     map_tensors,
 )
+from adacc_hf.torch_glue.dynamo_gaps import describe_results
 from adacc_hf.torch_glue.function_calls import ForwardCall, begin_watching, end_watching
-from adacc_hf.torch_glue.opaque_functions import describe_results
 from adacc_hf.torch_glue.private import storage_key
 from adacc_hf.torch_glue.rng_state import (
     RandomStates,
@@ -152,7 +152,7 @@ class FunctionRecorder:
         self.refusal_reasons: dict[str, str] = {}
         """Reason why an `autograd.Function` could not become one operator of the tape, by the Function's name."""
         self.function_results: dict[type[Function], Any] = {}
-        """What each `autograd.Function` returned (`opaque_functions.describe_results`)."""
+        """What each `autograd.Function` returned (`dynamo_gaps.describe_results`)."""
         self.function_slots: set[int] = set()
         """Indices, among all saved tensors, of the tensors that `autograd.Function`s saved."""
         self._is_paused = False

@@ -1,6 +1,6 @@
-"""Traced paths of a block: paths through the block's Python code, traced by Dynamo and checked by guards.
+"""Keys of a block's calls, and traced paths: paths through the block's Python code, traced and checked by Dynamo.
 
-The guards are the usual evidence that a call runs the operators of a tape (rule R8).
+An equal key is the evidence that a call runs the operators of a tape (rule R8).
 
 Dynamo, torch.compile's front end, reads the Python code of a call, notes every attribute, closure, global,
 configuration and mode that decides which operators run, and creates guards for them in C++. A `TracedPath` is one
@@ -29,7 +29,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -38,10 +38,12 @@ from torch import nn
 from torch.autograd.function import Function
 
 from adacc_hf.artifacts.files import put_latest
-from adacc_hf.tape.graph_operators import Operators, SymbolicGraph, graph_operators, operators_of
+from adacc_hf.artifacts.tiles import Tiling
+from adacc_hf.tape.graph_operators import graph_operators, operators_of
+from adacc_hf.tape.inputs import Args, Kwargs, argument_layout, block_layout
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.compat import observing_hooks
-from adacc_hf.torch_glue.dynamo import NotTraceableError, Scope, TracedGuards, drop_frames, quiet_dynamo, trace
+from adacc_hf.torch_glue.dynamo import GUARDS_PARAMETERS, NotTraceableError, Scope, TracedGuards, trace
 from adacc_hf.torch_glue.private import (
     GLOBAL_HOOKS,
     GLOBAL_PRE_HOOKS,
@@ -75,8 +77,6 @@ class TracedPath:
         self.is_witness: dict[str, bool] = {}
         """For each `Tape.structure` that was recorded on this path: True if the path's graph has exactly its operators,
         and so tells the operators at other sizes too."""
-        self._symbolic: SymbolicGraph | None = None
-        self._takes_symbols = True  # False once an operator or an input of the graph has refused symbolic sizes
 
     def fits(self, scope: Scope) -> bool:
         """Return True if a call with the local variables `scope` takes this path."""
@@ -87,21 +87,6 @@ class TracedPath:
     def graph_of(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphWithInputs:
         """Return (traced graph, its inputs) of a call `fn(*args)` that takes this path."""
         return self.guards.graph, self.guards.inputs(scope_of(fn, args))
-
-    def operators_at(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Operators | None:
-        """Return the graph's operators in a call `fn(*args)`, or None if symbolic sizes do not tell them."""
-        if not self._takes_symbols:
-            return None
-        graph, inputs = self.graph_of(fn, args)
-        try:
-            # A graph may fail between switches of the gradient mode.
-            with torch.set_grad_enabled(torch.is_grad_enabled()), quiet_dynamo():
-                self._symbolic = self._symbolic or SymbolicGraph(graph, self.guards.examples, inputs)
-                return self._symbolic.operators(inputs)
-        except Exception as error:  # the graph on fakes of the sizes decides
-            self._takes_symbols = False
-            drop_frames(error)
-            return None
 
     def numbers(self, scope: Scope) -> tuple[Hashable, ...]:
         """Return the numbers in a call that are inputs of the traced graph, as keys of their type and bits."""
@@ -119,7 +104,7 @@ class _ClassPaths:
         self.has_counters = False
         """True if integers of the block are inputs of graphs, because one may change at every call."""
         self.opaque: dict[type[Function], Any] = {}
-        """What `autograd.Function`s that Dynamo cannot trace returned (`opaque_functions.describe_results`)."""
+        """What `autograd.Function`s that Dynamo cannot trace returned (`dynamo_gaps.describe_results`)."""
 
 
 _OF_CLASSES: WeakKeyDictionary[type, _ClassPaths] = WeakKeyDictionary()
@@ -222,9 +207,7 @@ class BlockPaths:
     def has_other_numbers(self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         """Return True if the graph of the latest call, `fn(*args)`, shows that `tape` is wrong for the call's sizes."""
         path = self._latest
-        if path is None or not self.has_graph_of(tape):
-            return False
-        return path.operators_at(fn, args) != operators_of(tape) and not _graph_has(path, tape, fn, args)
+        return path is not None and self.has_graph_of(tape) and not _graph_has(path, tape, fn, args)
 
     def graph_of(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphWithInputs | None:
         """Return (graph, its inputs) of the latest call, `fn(*args)`. The graph may have somewhat other operators than
@@ -275,6 +258,56 @@ class BlockPaths:
             return None
         put_latest(self._of_class.paths, path.number, path, MAX_PATHS)
         return path
+
+
+class CallKey(NamedTuple):
+    """Key of a block's call. Two calls with equal keys, of blocks of one kind, run the same operators."""
+
+    shape: Hashable
+    """(layout of the tensor arguments, input numbers of the traced path, number of the path, settings of torch, name of
+    the module that runs in tiles). A traced path is Dynamo's trace of one path through the block's code."""
+    layout: int
+    """Hash of the layout of the block's own tensors (`block_layout`). In addition, each execution plan compares the
+    layout of the tensors that replay reads (`ExecutionPlan.fetch`)."""
+
+
+class KnownShapes(OrderedDict[CallKey, Tape]):
+    """Table from a block's call keys to tapes. The latest key is last. All plans of a block share one table."""
+
+    def __init__(self, untraceable: Untraceable | None = None) -> None:
+        super().__init__()
+        self.paths = BlockPaths(untraceable)
+        """Dynamo's traces of the block's code."""
+        self._layout: int | None = None
+        """Hash of the latest layout (shapes, strides and storages) of the block's own tensors."""
+
+    def key(
+        self,
+        block: nn.Module,
+        fn: Callable[..., Any],
+        args: Args,
+        kwargs: Kwargs,
+        tiling: Tiling | None = None,
+    ) -> CallKey | None:
+        """Return the key of a call `fn(*args, **kwargs)` of `block` that is about to run. Return None if Dynamo cannot
+        trace the call. `paths.untraced` is then the reason.
+
+        If `tiling` is given, the key contains the names of the modules that run in tiles, but not the number of tiles,
+        on which the operators of the tape do not depend.
+        """
+        if not GUARDS_PARAMETERS or self._layout is None:
+            self._layout = hash(block_layout(block))
+        traced = self.paths.key(block, fn, args)
+        if traced is None:
+            return None
+        path, numbers = traced
+        tiled = None if tiling is None else (tiling.modules, tiling.backward_only)
+        return CallKey((argument_layout(args, kwargs), numbers, path, settings_of_torch(), tiled), self._layout)
+
+    def with_current_layout(self, key: CallKey, block: nn.Module) -> CallKey:
+        """Return a copy of `key` with the present layout of the block's own tensors (`block_layout`)."""
+        self._layout = hash(block_layout(block))
+        return key._replace(layout=self._layout)
 
 
 def _aliased_arguments(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:

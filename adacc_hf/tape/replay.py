@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,12 +129,6 @@ class ReplayStep:
         """Stored values to fetch, and so decode, immediately before this operator, not before other steps."""
         self.frees: tuple[int, ...] = ()
         """Values to free after this operator has run."""
-
-    def resized(self, operator: TapeOperator, tape: Tape) -> ReplayStep:
-        """Return a copy of this step for `tape`, whose operator `operator` differs only in numbers such as sizes."""
-        step = copy(self)
-        step.operator, step._tape = operator, tape
-        return step
 
     def run(self, environment: Environment) -> None:
         """Run the operator on the tensors in `environment` (by value index), and put the results into `environment`."""

@@ -233,15 +233,13 @@ def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
 
 def merge_equal_values(tape: Tape, equal: Mapping[int, int]) -> Tape:
     """Return a copy of `tape` that refers to the value `equal[v]` in place of the value `v`."""
-    operators = [substitute_values(operator, equal) for operator in tape.operators]
+    arguments = [_with_equal_values((operator.args, operator.kwargs), equal) for operator in tape.operators]
+    operators = [
+        replace(operator, args=args, kwargs=kwargs, _inputs=None)
+        for operator, (args, kwargs) in zip(tape.operators, arguments, strict=True)
+    ]
     slots = [_with_equal_values(slot, equal) for slot in tape.slots]
     return replace(tape, operators=operators, slots=slots, _consumers={})
-
-
-def substitute_values(operator: TapeOperator, equal: Mapping[int, int]) -> TapeOperator:
-    """Return a copy of `operator` whose arguments refer to the value `equal[v]` in place of the value `v`."""
-    args, kwargs = _with_equal_values((operator.args, operator.kwargs), equal)
-    return replace(operator, args=args, kwargs=kwargs, _inputs=None)
 
 
 def _have_equal_layouts(tape: Tape, first: TapeOperator, second: TapeOperator) -> bool:

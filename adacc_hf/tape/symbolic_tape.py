@@ -24,8 +24,7 @@ from typing import Any
 from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.polynomials import Basis, Column, Polynomial, independent_sizes
 from adacc_hf.tape.replay_check import obtainable_values
-from adacc_hf.tape.tape import Tape
-from adacc_hf.tape.tape_template import TapeTemplate
+from adacc_hf.tape.tape import Blank, Tape, TensorRef, map_tensors
 
 ENOUGH_RECORDS = 3
 """Number of recorded tapes needed for a fit. Two sizes determine a polynomial, and a third checks it."""
@@ -36,7 +35,7 @@ AGREED = 16
 """Number of new sizes at which calls of a symbolic tape are checked. A polynomial, a sum of at most three products of
 sizes, that is right there is assumed to be right at all sizes in between. A step function would differ at one."""
 MOST_SIZES = 32
-"""Maximum number of sizes whose tapes are cached for one symbolic tape. Evaluating it again takes less than 1 ms."""
+"""Maximum number of sizes whose tapes are cached for one symbolic tape. Making another one takes a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ class SymbolicTape:
     sizes of a call's arguments."""
 
     def __init__(self, records: Sequence[RecordedCall], expressions: _TapePolynomials) -> None:
-        self._expressions, self._template = expressions, TapeTemplate(records[0].tape, expressions.places)
+        self._expressions, (self._digest, _) = expressions, describe_numbers(records[0].tape)
         self.tapes_by_size: OrderedDict[CallSizes, Tape] = OrderedDict()
         """Tapes evaluated from this symbolic tape, the latest last. At most MOST_SIZES."""
         tapes = [record.tape for record in records]
@@ -144,9 +143,11 @@ class SymbolicTape:
             numbers = self._expressions.at(sizes)
             if numbers is None:
                 return None
-            tape = self._filled(numbers, sizes)
+            digest = f"{self._identity}@{'x'.join(map(str, sizes.dimensions))}"
+            in_order = iter(numbers)
+            tape = _renumbered(self.base, lambda _: next(in_order))
+            tape.digest, tape.order, tape.is_unchecked = digest, order, True
             put_latest(self.tapes_by_size, sizes, tape, MOST_SIZES)
-            tape.order = order
             if sizes.dimensions not in self._recorded:
                 self._note_new(tape, sizes)
         return tape
@@ -165,22 +166,11 @@ class SymbolicTape:
         is_power_of_two = self.num_new & (self.num_new - 1) == 0
         tape.is_unchecked = is_power_of_two or self.num_new <= AGREED or not self._spans(sizes)
 
-    def agrees(self, tape: Tape, sizes: CallSizes) -> bool:
+    def agrees(self, tape: Tape, sizes: CallSizes) -> bool | None:
         """Return True if `tape`, the record of a call of these `sizes`, equals the tape that is evaluated for the same
-        sizes, in its operators and all numbers. Return False if the polynomials are not valid at `sizes`."""
+        sizes, in its operators and all numbers. Return None if the polynomials are not valid at `sizes`."""
         numbers = self._expressions.at(sizes)
-        if numbers is None:
-            return False
-        own, recorded = TapeTemplate(self._filled(numbers, sizes)), TapeTemplate(tape)
-        return own.numbers == recorded.numbers and own.digest() == recorded.digest()
-
-    def covers(self, sizes: CallSizes) -> bool:
-        """Return True if the polynomials are valid for a call of `sizes`."""
-        return self._expressions.at(sizes) is not None
-
-    def _filled(self, numbers: list[int], sizes: CallSizes) -> Tape:
-        digest = f"{self._identity}@{'x'.join(map(str, sizes.dimensions))}"
-        return self._template.fill(self.base, numbers, digest)
+        return None if numbers is None else describe_numbers(tape) == (self._digest, numbers)
 
     def refuse(self, values: Collection[int]) -> None:
         """Exclude `values`, and those that replay could compute only from `values`, from replay at all sizes."""
@@ -213,7 +203,7 @@ class _TapePolynomials:
         basis = Basis([tuple(call[p] for p in symbols) for call in calls])
         fitted: dict[Column, Polynomial] = {}
         size_columns = list(zip(*(each.sizes.dimensions + each.sizes.layout for each in records), strict=True))
-        columns = list(zip(*(TapeTemplate(each.tape).numbers for each in records), strict=True))
+        columns = list(zip(*(describe_numbers(each.tape)[1] for each in records), strict=True))
         distinct = list(dict.fromkeys(columns))
         for column in dict.fromkeys((*size_columns, *distinct)):
             polynomial = basis.fit(column)
@@ -225,16 +215,14 @@ class _TapePolynomials:
         return cls(symbols, basis, size_fits, number_fits, [index[column] for column in columns])
 
     def at(self, sizes: CallSizes) -> list[int] | None:
-        """Return the value of each distinct polynomial at the sizes of a call.
-
-        Return None if the polynomials do not give exactly the dimensions and strides of this call.
-        """
+        """Return the numbers on the tape at the sizes of a call, in order. Return None if the polynomials do not give
+        exactly the dimensions and strides of this call."""
         products = self.basis.products(tuple([sizes.dimensions[p] for p in self.symbols]))
         pairs = zip(self.of_sizes, sizes.dimensions + sizes.layout, strict=True)
         if not all(polynomial(products) == number for polynomial, number in pairs):
             return None
         numbers = [n for polynomial in self.distinct if (n := polynomial(products)) is not None]
-        return numbers if len(numbers) == len(self.distinct) else None
+        return [numbers[place] for place in self.places] if len(numbers) == len(self.distinct) else None
 
 
 Fit = Callable[[Sequence[RecordedCall]], SymbolicTape | None]
@@ -249,7 +237,7 @@ class SizeClassRecords:
         self.records: list[RecordedCall] = []
         """Recorded calls of different sizes, without those whose tape `symbolic_tape` predicts."""
         self._digest: str | None = None
-        """`TapeTemplate.digest` of the tape recorded last, in which all recorded tapes must agree."""
+        """Digest (`describe_numbers`) of the tape recorded last, in which all recorded tapes must agree."""
         self.symbolic_tape: SymbolicTape | None = None
         self.has_failed = False
         """True if no symbolic tape will be fitted any more, because operators vary with the size or numbers follow no
@@ -268,7 +256,7 @@ class SizeClassRecords:
         self.untrusted = None
         if self.has_failed:
             return
-        digest, before = TapeTemplate(record.tape).digest(), self._digest
+        (digest, _), before = describe_numbers(record.tape), self._digest
         self._digest = digest
         if before not in (None, digest):
             self.symbolic_tape = None  # other blocks may still use it
@@ -302,7 +290,7 @@ class SizeClassRecords:
         if any(earlier.sizes.dimensions == record.sizes.dimensions for earlier in self.records):
             return True
         symbolic_tape = self.active_symbolic_tape()
-        return symbolic_tape is not None and symbolic_tape.agrees(record.tape, record.sizes)
+        return symbolic_tape is not None and bool(symbolic_tape.agrees(record.tape, record.sizes))
 
     def _give_up(self) -> None:
         self._set_symbolic_tape(None)
@@ -312,6 +300,43 @@ class SizeClassRecords:
         if self.symbolic_tape is not None and self.symbolic_tape is not symbolic_tape:
             self.symbolic_tape.is_active = False
         self.symbolic_tape = symbolic_tape
+
+
+def describe_numbers(tape: Tape) -> tuple[str, list[int]]:
+    """Return (digest, integers) of a tape. Tapes that differ only in integers, such as sizes, have equal digests. The
+    order of the integers is that of `_renumbered`."""
+    numbers: list[int] = []
+
+    def take(number: int) -> int:
+        numbers.append(number)
+        return 0
+
+    rest = _renumbered(tape, take)
+    values = [(value.ref, value.device, value.overwritten) for value in rest.values]
+    parts = rest.structure, values, [(op.args, op.kwargs) for op in rest.operators], rest.slots
+    return hashlib.sha256(repr(parts).encode()).hexdigest(), numbers
+
+
+def _renumbered(tape: Tape, number: Callable[[int], int]) -> Tape:
+    """Return a copy of `tape` with `number(n)` in place of each integer n. `number` is called in a fixed order."""
+
+    def with_ref(ref: TensorRef) -> TensorRef:
+        size, stride, offset = ref.geometry
+        return TensorRef(ref.value, (tuple(map(number, size)), tuple(map(number, stride)), number(offset)), ref.dtype)
+
+    def with_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, TensorRef):
+            return with_ref(leaf)
+        if isinstance(leaf, Blank):
+            return replace(leaf, geometry=with_ref(TensorRef(-1, leaf.geometry, leaf.dtype)).geometry)
+        return number(leaf) if type(leaf) is int else leaf
+
+    values = [replace(value, nbytes=number(value.nbytes), ref=with_ref(value.ref)) for value in tape.values]
+    operators = []
+    for operator in tape.operators:
+        args, kwargs = map_tensors((operator.args, operator.kwargs), (TensorRef, Blank, int), with_leaf)
+        operators.append(replace(operator, args=args, kwargs=kwargs))
+    return replace(tape, values=values, operators=operators, slots=[with_ref(slot) for slot in tape.slots])
 
 
 def without_values(tape: Tape, recomputable: frozenset[int], values: Collection[int]) -> frozenset[int]:

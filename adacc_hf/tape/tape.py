@@ -373,9 +373,9 @@ def _collect_leaves(trees: Iterable[Any], items: list[Any]) -> None:
             items.append(tree)
 
 
-def map_tensors(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of `tree`, nested tuples, lists and dicts, with every instance of the class `kind` replaced by
-    `change(instance)`."""
+def map_tensors(tree: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
+    """Return a copy of `tree`, nested tuples, lists and dicts, with every instance of the class `kind`, or of one of
+    several classes, replaced by `change(instance)`."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, tuple):

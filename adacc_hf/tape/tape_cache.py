@@ -15,9 +15,8 @@ from torch import nn
 from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.kind_profile import KindProfile, unpack_order
 from adacc_hf.artifacts.policy import Choice
-from adacc_hf.tape.call_key import CallKey
 from adacc_hf.tape.execution_plan import ExecutionPlan
-from adacc_hf.tape.guards import Untraceable
+from adacc_hf.tape.guards import CallKey, Untraceable
 from adacc_hf.tape.recorder import Recorder
 from adacc_hf.tape.replay_check import equal_values, verify
 from adacc_hf.tape.symbolic_tape import (
@@ -108,8 +107,6 @@ class TapeCache:
         self._alignment = 1
         """Multiples of this number and other sizes have separate symbolic tapes (`CallSizes.of`), because a GPU runs
         different operators for them."""
-        self._latest: tuple[CallKey, CallSizes] | None = None
-        """The latest call key and its sizes, cached because consecutive blocks of a model have equal keys."""
         self._orders: dict[str, tuple[int, ...]] = {}
         """Order in which backward unpacks saved tensors, by `Tape.structure`. It does not depend on sizes."""
         self.untraceable: Untraceable = OrderedDict()
@@ -150,15 +147,8 @@ class TapeCache:
             if is_stored and operator.target.may_run_again:
                 reasons[operator.name.partition(".")[2]] = "gives different bits when it runs again"
         for name, reason in reasons.items():
-            if name not in self._warned:
-                self._warned.add(name)
-                log.warning(
-                    "Adacc: block %s: the results of the autograd.Function %s are stored, not recomputed: the "
-                    "Function %s",
-                    tape.block_class,
-                    name,
-                    reason,
-                )
+            text = "Adacc: block %s: results of the autograd.Function %s are stored, not recomputed: the Function %s"
+            self.warn_once(name, text, tape.block_class, name, reason)
 
     def expect_orders(self, kinds: Iterable[KindProfile]) -> None:
         """Expect backward to unpack saved tensors in the order that was observed when the `kinds` of blocks were
@@ -177,20 +167,20 @@ class TapeCache:
         for name in (block, None):
             self._of_calls[_tape_structure(tape.kind), key, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
-            self._alignment, self._latest = CUDA_ALIGNMENT, None
-        sizes = self._sizes_of(key)
-        self._records_of(block, sizes).add(RecordedCall(sizes, tape))
+            self._alignment = CUDA_ALIGNMENT
+        records, sizes = self._records_of(block, key)
+        records.add(RecordedCall(sizes, tape))
 
     def symbolic_tape_at(self, key: CallKey, block: str) -> tuple[SymbolicTape, CallSizes] | None:
         """Return (symbolic tape, sizes) for a call of `block` with this key, or None if no symbolic tape is fitted to
         calls that differ from this call only in sizes."""
-        sizes = self._sizes_of(key)
-        symbolic_tape = self._records_of(block, sizes).active_symbolic_tape()
+        records, sizes = self._records_of(block, key)
+        symbolic_tape = records.active_symbolic_tape()
         return None if symbolic_tape is None else (symbolic_tape, sizes)
 
     def extend(self, symbolic_tape: SymbolicTape, key: CallKey) -> None:
         """Extend the range of sizes of `symbolic_tape` to those of a call with `key`, which ran its operators."""
-        symbolic_tape.extend(self._sizes_of(key))
+        symbolic_tape.extend(CallSizes.of(key, self._alignment))
 
     def tape_of(self, symbolic_tape: SymbolicTape, sizes: CallSizes) -> Tape | None:
         """Return the tape of `symbolic_tape` at these sizes, or None if its polynomials are not valid there."""
@@ -199,7 +189,7 @@ class TapeCache:
     def untrusted_at(self, key: CallKey, block: str) -> Tape | None:
         """Return an untrusted tape of `block` if calls with this `key` were recorded at two or more sizes, and none of
         their tapes can be replayed. Return None otherwise."""
-        return self._records_of(block, self._sizes_of(key)).untrusted
+        return self._records_of(block, key)[0].untrusted
 
     def refuse(self, symbolic_tape: SymbolicTape, values: Collection[int], block: str) -> None:
         """Never replay `values` of these operators again, at any size, because their bits differed at a new size. Log a
@@ -226,9 +216,10 @@ class TapeCache:
         if match is None or tape.untrusted is not None:
             return
         symbolic_tape, sizes = match
-        if not symbolic_tape.covers(sizes):  # sizes that were equal by chance so far: another symbolic tape is fitted
+        agrees = symbolic_tape.agrees(tape, sizes)
+        if agrees is None:  # sizes that were equal by chance so far: another symbolic tape is fitted
             return
-        if not symbolic_tape.agrees(tape, sizes):
+        if not agrees:
             self.distrust(symbolic_tape, block, "one recorded size has different ones")
         elif not tape.recomputable >= symbolic_tape.base.recomputable:
             self.refuse(symbolic_tape, symbolic_tape.base.recomputable - tape.recomputable, block)
@@ -246,16 +237,13 @@ class TapeCache:
             for size_class_records in by_size_class.values():
                 size_class_records.distrust(symbolic_tape)
 
-    def _sizes_of(self, key: CallKey) -> CallSizes:
-        if self._latest is None or self._latest[0] != key:
-            self._latest = key, CallSizes.of(key, self._alignment)
-        return self._latest[1]
-
-    def _records_of(self, block: str, sizes: CallSizes) -> SizeClassRecords:
+    def _records_of(self, block: str, key: CallKey) -> tuple[SizeClassRecords, CallSizes]:
+        """Return (records of the size class of a call of `block` with this key, sizes of the call)."""
+        sizes = CallSizes.of(key, self._alignment)
         by_size_class = self.records.setdefault(block, OrderedDict())
         size_class_records = by_size_class.get(sizes.size_class) or SizeClassRecords(self._symbolic_tape_of)
         put_latest(by_size_class, sizes.size_class, size_class_records, MOST_SIZE_CLASSES)
-        return size_class_records
+        return size_class_records, sizes
 
     def _symbolic_tape_of(self, records: Sequence[RecordedCall]) -> SymbolicTape | None:
         """Return the symbolic tape fitted to `records`, shared by blocks with equal records. None if nothing fits."""
@@ -287,7 +275,7 @@ class TapeCache:
         self.untraceable.update(other.untraceable)
         for structure, values in other._refused.items():
             self._refused.setdefault(structure, set()).update(values)
-        self._alignment, self._latest = max(self._alignment, other._alignment), None
+        self._alignment = max(self._alignment, other._alignment)
         # Fit the symbolic tapes again: later findings about one in this cache must not affect `other`.
         for block, by_size_class in other.records.items():
             own_records = self.records.setdefault(block, OrderedDict())
@@ -304,27 +292,22 @@ class TapeCache:
         # Execution plans do not contain codecs: plans that differ only in outlier channels, say, share one.
         actions = tuple(sorted((value, choice.action) for value, choice in choices.items()))
         equal = tuple(tape.equal.items())  # a symbolic tape has fewer equal values than its first recorded tape
-        return self._once(
-            (tape.digest, (actions, shared, equal)),
-            lambda: ExecutionPlan(tape, choices, shared, self._is_partitioned),
-        )
-
-    def resized(self, plan: ExecutionPlan, tape: Tape) -> ExecutionPlan:
-        """Return a version of `plan` for `tape`, which has the same operators at another size."""
-        return self._once((tape.digest, plan), lambda: plan.resized(tape))
-
-    def _once(self, key: Hashable, build: Callable[[], ExecutionPlan]) -> ExecutionPlan:
-        execution_plan = self.execution_plans.get(key)
-        if execution_plan is None:
-            execution_plan = self.execution_plans[key] = build()
-        return execution_plan
+        key = tape.digest, (actions, shared, equal, tape.recomputable)
+        plan = self.execution_plans.get(key)
+        if plan is None:
+            plan = self.execution_plans[key] = ExecutionPlan(tape, choices, shared, self._is_partitioned)
+        return plan
 
     def warn_not_replayed(self, name: str, topic: str, reason: str | None) -> None:
         """Warn, once for each `topic`, that blocks such as `name` are not replayed because of `reason`."""
+        message = "Adacc: block %s and others of its kind are not replayed, but run plainly or checkpointed: %s"
+        self.warn_once(topic, message, name, reason)
+
+    def warn_once(self, topic: str, text: str, *details: Any) -> None:
+        """Log the warning `text`, a %-format for `details`, once for each `topic`."""
         if topic not in self._warned:
             self._warned.add(topic)
-            message = "Adacc: block %s and others of its kind are not replayed, but run plainly or checkpointed: %s"
-            log.warning(message, name, reason)
+            log.warning(text, *details)
 
     def warn_unplanned(self, name: str, tape: Tape) -> None:
         """Warn that the block `name` runs operators for which its plan was not made, and how to avoid this: the first

@@ -32,9 +32,9 @@ from adacc_hf.torch_glue.dynamo_gaps import (
     identity_patches,
     more_operators,
     name_of,
+    opaque_functions,
 )
 from adacc_hf.torch_glue.memory import garbage_collection_disabled
-from adacc_hf.torch_glue.opaque_functions import opaque_functions
 from adacc_hf.torch_glue.watchers import patched
 
 Scope = dict[str, Any]
@@ -69,8 +69,6 @@ class TracedGuards:
             node.meta.clear()  # fakes of results
         self.graph: Callable[..., Any] = inputs.graph.forward
         """The traced graph: a function of its inputs."""
-        self.examples = inputs.examples
-        """Fakes of the inputs of `graph`. Their sizes are symbols."""
         self.is_partial = bool(inputs.met)
         """True if the trace left out the code of an `autograd.Function`, which no guard covers."""
         self._raw_environment = dict(_raw_environment()) if inputs.reads_environment else None
@@ -276,7 +274,6 @@ class _UnguardedInputs:
         """Expressions of tensors that are neither arguments nor parameters or buffers."""
         self.all: list[str] = []
         """Expressions of all inputs of the graph, in order."""
-        self.examples: list[Any] = []
         self.graph: Any = None
         self.met: set[type[Function]] = set()
         self.reads_environment = False
@@ -303,7 +300,6 @@ class _UnguardedInputs:
             source = getattr(argument, "source", None)
             if source is not None:
                 self.all.append(name_of(source))
-                self.examples.append(node.meta["example_value"])
             if source is None or isinstance(source, sources.TensorPropertySource) or not _decides_tensors(node):
                 continue
             if isinstance(source, sources.RandomValueSource):

@@ -106,6 +106,7 @@ forward_hooks = _attribute_getter("Module", "_forward_hooks")
 BACKWARD_HOOKS = (private_name("Module", "_backward_hooks"), private_name("Module", "_backward_pre_hooks"))
 GLOBAL_PRE_HOOKS, GLOBAL_HOOKS = nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks
 attention_priority = torch._C._get_sdp_priority_order  # of the kernels of fused attention
+UNDISABLED = private_name("disabled function", "_torchdynamo_orig_callable")  # without Dynamo's wrapper
 COMPILED_MODULE = private_name("OptimizedModule", "_orig_mod")
 compiled_call = _attribute_getter("Module", "_compiled_call_impl")  # None unless `Module.compile` was called
 
@@ -166,7 +167,7 @@ def collective_counts() -> list[Any]:
 schema_of = _attribute_getter("OpOverload", "_schema")
 op_name = _attribute_getter("OpOverload", "_opname")  # without namespace and overload
 TO_COPY = torch.ops.aten._to_copy.default  # a cast, a move to another device, or both
-SOFTMAX = torch.ops.aten._softmax
+SOFTMAX, UNSAFE_VIEW = torch.ops.aten._softmax, torch.ops.aten._unsafe_view
 GROUPED_PRODUCT = getattr(
     torch.ops.aten, private_name("torch.ops.aten", "_grouped_mm")
 )  # a matrix for each group of rows

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.function import Function
 
-from adacc_hf.torch_glue.private import forward_hooks, forward_pre_hooks, version_of, viewed_tensor
+from adacc_hf.torch_glue.private import UNDISABLED, forward_hooks, forward_pre_hooks, version_of, viewed_tensor
 from adacc_hf.torch_glue.tensors import kept_by_autograd
 
 # Python modules that define ZeRO 3's hooks on modules, and a wrapper around some of these hooks.
@@ -105,7 +105,7 @@ class BlockGathering:
         """Remove the hooks that gather, and let Dynamo trace the others, some of which are disabled for it."""
         kept = {key: hook for key, hook in hooks.items() if not _gathers(hook)}
         graph_hooks = [key for key, hook in kept.items() if is_identity_hook(hook)]
-        kept |= {key: getattr(kept[key], "_torchdynamo_orig_callable", kept[key]) for key in graph_hooks}
+        kept |= {key: getattr(kept[key], UNDISABLED, kept[key]) for key in graph_hooks}
         if kept != hooks:
             self._hooks.append((hooks, dict(hooks)))
             hooks.clear()

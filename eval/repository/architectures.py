@@ -159,8 +159,8 @@ def _verdict(
 def _checkpointing_peak(model: nn.Module, batches: Sequence[Batch], config: AdaccConfig) -> int:
     """Return the peak bytes of a step with torch's checkpoint around every block."""
     installation = Installation(model, config.block_classes)
-    for function in installation.blocks.values():
-        function.strategy = CheckpointStrategy()
+    for call in installation.calls.values():
+        call.strategy = CheckpointStrategy()
     try:
         train(model, batches)
         measure_step(model, batches[0])
@@ -275,7 +275,7 @@ def train_through_codecs(
     try:
         for block in [block for block in profile.blocks if block.name not in skipped]:
             strategy = ThroughCodecs(profile.kind_of(block), dict(policy.plan_of(block.name).choices))
-            installation.functions[block.name].strategy = strategy
+            installation.calls[block.name].strategy = strategy
         return train(model, batches)
     finally:
         installation.remove()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from adacc_hf.run.call import Recording
-from adacc_hf.tape.call_key import CallKey, KnownShapes
+from adacc_hf.tape.guards import CallKey, KnownShapes
 from adacc_hf.tape.inputs import argument_layout
 from adacc_hf.tape.symbolic_tape import CallSizes, RecordedCall
 from adacc_hf.tape.tape_cache import TapeCache

@@ -27,12 +27,6 @@ def corrections():
     return Corrections(AdaccConfig(memory_budget=0.6))
 
 
-def test_a_tightened_budget_takes_the_place_of_the_config_s(corrections):
-    assert corrections.memory_budget == 0.6
-    corrections.tightened = 12345
-    assert corrections.memory_budget == 12345
-
-
 def test_missing_bytes_grow_with_the_batch_and_never_shrink(corrections, gpt2_like_profile):
     profile = gpt2_like_profile()
 

@@ -9,13 +9,6 @@ from adacc_hf.adapt.session import SessionAdapter
 from adacc_hf.adapt.training_loop import TrainingLoop
 
 
-def test_facts_of_a_loop_that_is_not_known():
-    loop = TrainingLoop(num_micro=4, folder="runs/1")
-    assert (loop.num_micro, loop.folder) == (4, "runs/1")
-    assert loop.is_first_rank
-    assert not loop.postpones_exchange(torch.nn.Linear(1, 1))
-
-
 @pytest.mark.parametrize(("device", "num_batches"), [("cpu", 1), ("cuda", 0)])
 def test_a_cpu_has_one_batch_before_a_step_and_none_ahead(device, num_batches):
     loop = TrainingLoop()

@@ -213,9 +213,9 @@ def handle(pairs):
 def call_names(handle):
     """List of the names of the first layer's calls, in order."""
     names: list[str] = []
-    for name, function in handle.installation.functions.items():
+    for name, call in handle.installation.calls.items():
         if block_of_call(name) == "encoder.layer.0":
-            function.strategy = NoteName(name, names, function.strategy)
+            call.strategy = NoteName(name, names, call.strategy)
     return names
 
 
@@ -287,7 +287,7 @@ def test_a_policy_for_more_or_fewer_calls_may_follow(pairs, run_steps, assert_sa
         for policy in (uniform_policy(once, "recompute"), pairs.random(1)):
             assert_same_steps(run_steps(pairs.step, pairs.batch), pairs.plain)
             handle.replace(policy)
-            assert list(handle.installation.functions) == [name for name, _ in policy.blocks]
+            assert list(handle.installation.calls) == [name for name, _ in policy.blocks]
         assert_same_steps(run_steps(pairs.step, pairs.batch), pairs.plain)
 
 

@@ -8,7 +8,7 @@ from adacc_hf.price.block_memory import RepeatedCall, TrackedTensor, measure_blo
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.shared_storage import storage_key_of
 from adacc_hf.run.call import Recording
-from adacc_hf.tape.call_key import KnownShapes
+from adacc_hf.tape.guards import KnownShapes
 
 
 class Block(nn.Module):

@@ -61,13 +61,13 @@ def test_the_profile_is_that_of_extra_runs(name, autocast, one_thread, without_o
 def test_an_error_in_the_step_leaves_the_model_as_it_was(tiny_gpt2, token_batch):
     model = tiny_gpt2()
     installation = Installation(model)
-    strategies = {name: function.strategy for name, function in installation.functions.items()}
+    strategies = {name: call.strategy for name, call in installation.calls.items()}
     live = LiveStep(installation, LOSSLESS, Measurement(), TapeCache())
     live.begin(Batch(token_batch()), TrainingStep())
     with pytest.raises(RuntimeError, match="tensor"):
         model(token_batch()["input_ids"].float())
     live.cancel()
-    assert {name: function.strategy for name, function in installation.functions.items()} == strategies
+    assert {name: call.strategy for name, call in installation.calls.items()} == strategies
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     installation.remove()
     loss, _ = train(model, token_batch())

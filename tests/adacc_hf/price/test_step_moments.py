@@ -64,7 +64,7 @@ def peaks_of_third_step(handle: PolicyHandle, model: PreTrainedModel, batch: dic
         static = count_static_bytes(model, batch)
         with CpuMemoryMeter() as meter:
             meter.mark(("step",))
-            marks = StepMarker(handle.installation.functions, meter)
+            marks = StepMarker(handle.installation.calls, meter)
             model(**batch).loss.backward()
             marks.remove()
         model.zero_grad()
@@ -102,12 +102,12 @@ def test_moments_are_measured_although_the_policy_changes_within_the_step(profil
     with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
         with CpuMemoryMeter() as meter:
             meter.mark(("step",))
-            marks = StepMarker(handle.installation.functions, meter)
+            marks = StepMarker(handle.installation.calls, meter)
             for action in ("retain", "recompute", "retain"):
                 handle.follow(handle.prepare(uniform_policy(profile, action)))
                 model(**BATCH).loss.backward()
             marks.remove()
-        strategies = [function.strategy for function in handle.installation.functions.values()]
+        strategies = [call.strategy for call in handle.installation.calls.values()]
         assert strategies == list(handle.plans.strategies.values())
     labels = [point.label for point in meter.points]
     assert [labels.count(("backward", block)) for block in BLOCKS] == [3, 3]
@@ -134,7 +134,7 @@ def test_a_step_is_what_was_predicted_at_every_moment(profile, action):
     model, policy = make_model(), uniform_policy(profile, action)
     with apply_policy(model, policy) as handle:
         measured_peaks = peaks_of_third_step(handle, model, BATCH)
-        strategies = [function.strategy for function in handle.installation.functions.values()]
+        strategies = [call.strategy for call in handle.installation.calls.values()]
         assert strategies == list(handle.plans.strategies.values()), "nothing is marked any more"
     predicted = predicted_peaks(profile, policy)
     assert predicted.pop(OPTIMIZER) > 0

@@ -156,10 +156,10 @@ def test_a_copy_made_meanwhile_trains_plainly(recomputing, run_steps, assert_sam
     plain = run_steps(model, batch)
     with apply_policy(model, policy) as handle:
         run_steps(model, batch, num_steps=1)
-        calls = [function.num_calls for function in handle.installation.functions.values()]
+        calls = [function.num_calls for function in handle.installation.blocks.values()]
         twin = copied(model, how)
         assert_same_steps(run_steps(twin, batch), plain)
-        assert [function.num_calls for function in handle.installation.functions.values()] == calls
+        assert [function.num_calls for function in handle.installation.blocks.values()] == calls
         getattr(twin, f"{NAMES[-1]}_checkpointing_enable")()
         getattr(twin, f"{NAMES[-1]}_checkpointing_disable")()
         assert_same_steps(run_steps(model, batch), plain)

@@ -46,8 +46,8 @@ class NoteSaved:
 def plainly_saved(model, batch):
     notes = {}
     installation = Installation(model)
-    for name, function in installation.functions.items():
-        function.strategy = NoteSaved(name, notes)
+    for name, call in installation.calls.items():
+        call.strategy = NoteSaved(name, notes)
     torch.manual_seed(0)
     model(**batch).loss.backward()
     installation.remove()

@@ -38,9 +38,9 @@ def test_forgotten_shapes_leave_nothing(toy_model, run_steps, assert_same_steps,
     with apply_policy(model, policy) as handle:
         for each, expected in [*zip(batches, plain, strict=True)] * 2:
             assert_same_steps(run_steps(model, each, num_steps=1), expected)
-        for function in handle.installation.functions.values():
-            assert len(function.strategy.entries.recorded) == len(function.strategy.known_shapes) == 3
-            assert not function.strategy.entries.sized
+        for call in handle.installation.calls.values():
+            assert len(call.strategy.entries.recorded) == len(call.strategy.known_shapes) == 3
+            assert not call.strategy.entries.sized
         assert len(handle.tape_cache.execution_plans) == 3
         assert len(handle.tape_cache.tapes) == 3 + len(handle.tape_cache.profiled)
 
@@ -50,7 +50,7 @@ def test_the_least_recently_used_shape_is_forgotten(gpt2, token_batch, recomputi
     with apply_policy(gpt2, recomputing) as handle:
         for tokens in (5, 6, 5, 7):
             run_steps(gpt2, token_batch(2, tokens), num_steps=1)
-        strategy = handle.installation.functions["transformer.h.0"].strategy
+        strategy = handle.installation.calls["transformer.h.0"].strategy
         tapes = strategy.known_shapes.values()
         sizes = [next(v for v in t.values if t.is_block_input(v.index)).ref.geometry[0] for t in tapes]
     assert sizes == [(2, 5, 32), (2, 7, 32)]

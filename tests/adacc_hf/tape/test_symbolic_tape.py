@@ -5,7 +5,15 @@ import torch
 from tape_builders import Block, key_of, record_block, record_of, sizes_of, text
 from torch import nn
 
-from adacc_hf.tape.symbolic_tape import AGREED, ENOUGH_RECORDS, MOST_RECORDS, SizeClassRecords, SymbolicTape
+from adacc_hf.tape.symbolic_tape import (
+    AGREED,
+    ENOUGH_RECORDS,
+    MOST_RECORDS,
+    SizeClassRecords,
+    SymbolicTape,
+    describe_numbers,
+)
+from adacc_hf.tape.tape import Source
 from adacc_hf.tape.tape_cache import TapeCache
 
 # Size classes, which differ without any polynomial
@@ -232,7 +240,6 @@ def test_sizes_that_were_equal_by_chance_come_apart(library):
     family, sizes = library.symbolic_tape_at(given_pair(block, 3, 10, 10), "block")
     assert library.tape_of(family, sizes) is not None
     family, sizes = library.symbolic_tape_at(given_pair(block, 3, 10, 15), "block")
-    assert not family.covers(sizes)
     assert library.tape_of(family, sizes) is None
     for tokens, others in ((10, 15), (19, 9)):
         record_block(block, text(3, tokens), text(3, others), library=library)
@@ -298,3 +305,32 @@ def test_a_replay_that_failed_at_one_recorded_size_is_done_at_none():
     exp = next(value.index for value in records[0].tape.values if value.name == "block:exp")
     records[1].tape.recomputable -= {exp}
     assert exp not in SymbolicTape.of(records).base.recomputable
+
+
+# Tapes with other numbers
+
+
+def test_what_is_the_same_at_all_sizes_is_shared():
+    records = [record_of(Block(), text(*size)) for size in ((2, 5), (3, 8), (4, 13))]
+    records[0].tape.sharing = ((0, Source("parameter", ("layer.bias",)), ((8,), (1,), 0)),)
+    family = SymbolicTape.of(records)
+    one, other = (family.tape_at(sizes_of(text(3, tokens)), None) for tokens in (6, 7))
+    assert family.tape_at(sizes_of(text(3, 6)), None) is one
+    assert one.digest != other.digest
+    assert one.recomputable is other.recomputable is family.base.recomputable
+    assert one.consumers(0) is other.consumers(0)
+    assert one.sharing is other.sharing is records[0].tape.sharing
+
+
+def test_other_operators_and_constants_of_other_types_have_another_digest():
+    digests = {
+        describe_numbers(record_of(Block(forward), text(2, 5)).tape)[0]
+        for forward in (
+            lambda layer, hidden: layer(hidden).tanh(),
+            lambda layer, hidden: layer(hidden).sigmoid(),
+            lambda layer, hidden: layer(hidden).tanh() * 2.0,
+            lambda layer, hidden: layer(hidden).tanh() * 3.0,
+            lambda layer, hidden: layer(hidden).double().tanh(),
+        )
+    }
+    assert len(digests) == 5

@@ -22,6 +22,7 @@ RELEASES = f"torch {torch.__version__} and Transformers {transformers.__version_
 @pytest.fixture(scope="module")
 def owners(tiny_gpt2) -> dict[str, Any]:
     """An object of each class in `ATTRIBUTES`, or a stand-in."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._flat_param import FlatParameter
@@ -33,6 +34,7 @@ def owners(tiny_gpt2) -> dict[str, Any]:
     compat.switch_checkpointing(model, True)
     call = torch.compile(torch.sin, backend="aot_eager")(leaf).grad_fn
     return {
+        "BaseTunerLayer": BaseTunerLayer,
         "CheckpointWrapper": checkpoint_wrapper(nn.Identity()),
         "CompiledFunction": getattr(call, "_forward_cls", None),
         "CompiledFunctionBackward": call,
@@ -51,6 +53,7 @@ def owners(tiny_gpt2) -> dict[str, Any]:
         "ProcessGroup": torch.distributed.ProcessGroup,
         "Tensor": leaf,
         "UntypedStorage": leaf.untyped_storage(),
+        "disabled function": torch.compiler.disable(lambda: None),
         "torch.autograd.profiler": torch.autograd.profiler,
         "torch.nn.utils.parametrize": parametrize,
         "torch.ops.aten": torch.ops.aten,
