@@ -65,7 +65,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="with --methods: also write the results as JSON")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences per step (default 4)")
     parser.add_argument("--seq-len", type=int, default=128, help="tokens per sequence (default 128)")
-    parser.add_argument("--steps", type=int, default=5, help="steps of each training (default 5)")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each training, at least 2 (default 5)")
     parser.add_argument(
         "--memory-budget",
         type=parse_budget,
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             "pass either --model MODEL or -- COMMAND, for example `adacc verify -- python train.py`, or --methods, "
             "with or without --output"
         )
-    for option, least in (("batch_size", 1), ("seq_len", 2), ("steps", 1)):
+    for option, least in (("batch_size", 1), ("seq_len", 2), ("steps", 2)):  # the first step has no policy yet
         if getattr(arguments, option) < least:
             name = f"--{option.replace('_', '-')}"
             raise ValueError(f"{name}={getattr(arguments, option)} must be at least {least}: choose a larger number")

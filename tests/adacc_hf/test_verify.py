@@ -89,7 +89,7 @@ def test_an_approximate_policy_is_not_bit_equal(one_thread, tmp_path, monkeypatc
 
     monkeypatch.setattr(compat, "switch_checkpointing", fail)
     CONFIGS["gpt2"].save_pretrained(tmp_path)
-    options = ["--batch-size", "16", "--seq-len", "64", "--steps", "1", "--memory-budget", "0.2"]
+    options = ["--batch-size", "16", "--seq-len", "64", "--steps", "2", "--memory-budget", "0.2"]
     assert main(["verify", "--model", str(tmp_path), *options]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "gradient checkpointing fails: RuntimeError: no checkpointing" in out
@@ -117,7 +117,7 @@ def test_a_command_is_compared_with_itself(one_thread, tmp_path, monkeypatch, ca
         (("--model", "demo", "--", "true"), "pass either --model MODEL or -- COMMAND"),
         (("--model", "demo", "--methods", "adacc"), "or --methods, with or without --output"),
         (("--methods", "adacc,none"), "--methods: unknown method 'none'; choose from plain, checkpointing, "),
-        (("--model", "demo", "--steps", "0"), "--steps=0 must be at least 1"),
+        (("--model", "demo", "--steps", "1"), "--steps=1 must be at least 2"),
         (("--model", "demo", "--seq-len", "9999"), "--seq-len=9999 is outside its range (2 to 256"),
     ],
 )
