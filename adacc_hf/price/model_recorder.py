@@ -203,13 +203,13 @@ class ModelRecorder:
         # Under torch's checkpoint, a traced block's graph runs again, and keeps the arguments that it reads.
         keys = {note.key for note in notes.values()}
         reads_all = tape.untrusted is not None or not known_shapes.paths.has_graph_of(tape)
-        held = {source: t for source, t in arguments.items() if reads_all or storage_key_of(t) in keys}
+        held_arguments = {source: t for source, t in arguments.items() if reads_all or storage_key_of(t) in keys}
         self.blocks.append(
             RecordedBlock(
                 name=name,
                 tape=tape,
                 input_tensors=notes,
-                argument_tensors=_one_per_storage(held),
+                argument_tensors=_one_per_storage(held_arguments),
                 outputs=outputs,
                 casts=casts,
                 internal_storages=internal_storages,
