@@ -202,8 +202,10 @@ class ModelRecorder:
             recording.reschedule()
         # Under torch's checkpoint, a traced block's graph runs again, and keeps the arguments that it reads.
         keys = {note.key for note in notes.values()}
-        reads_all = tape.untrusted is not None or not known_shapes.paths.has_graph_of(tape)
-        held_arguments = {source: t for source, t in arguments.items() if reads_all or storage_key_of(t) in keys}
+        has_graph = tiling is not None or known_shapes.paths.has_graph_of(tape)
+        held_arguments = {
+            source: t for source, t in arguments.items() if tape.untrusted or not has_graph or storage_key_of(t) in keys
+        }
         self.blocks.append(
             RecordedBlock(
                 name=name,
