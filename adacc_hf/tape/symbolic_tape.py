@@ -103,8 +103,7 @@ class RecordedCall:
 
 
 class SymbolicTape:
-    """One tape for all sizes of a size class, made by `SymbolicTape.of`: the numbers on the tape are polynomials of the
-    sizes of a call's arguments."""
+    """One tape for all sizes of a size class: its numbers are polynomials of the sizes of a call's arguments."""
 
     def __init__(self, records: Sequence[RecordedCall], expressions: _TapePolynomials) -> None:
         self._expressions, self._template = expressions, TapeTemplate(records[0].tape, expressions.places)

@@ -39,8 +39,7 @@ with CpuMemoryMeter():
 
 
 def test_blocks_that_were_there_before_are_freed_without_a_word():
-    """Blocks that were allocated before are freed without a warning. torch warns once per process, so the test starts
-    one."""
+    """Blocks from before are freed without a warning, which torch gives once per process."""
     run = subprocess.run([sys.executable, "-c", FREE_WHAT_WAS_THERE], capture_output=True, text=True, check=True)
     assert "of unknown size" not in run.stderr
     assert "the user's line\na library's line\n" in run.stderr

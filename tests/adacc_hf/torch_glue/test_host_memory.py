@@ -22,8 +22,7 @@ def test_a_gpu_that_shares_the_hosts_memory_has_none_of_its_own(monkeypatch, nam
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """`machine(available, files, own="")`: a machine with `available` bytes, files of its cgroups by path, and the text
-    `own` about the process's cgroups."""
+    """`machine(available, files, own="")`: a machine with `available` bytes, cgroup files, and its own cgroups."""
 
     def make(available, files, own=""):
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available, total=9000))
