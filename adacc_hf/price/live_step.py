@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 
 from adacc_hf.artifacts.call_names import call_name
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.errors import ChunkedHeadError
+from adacc_hf.artifacts.errors import ChunkedHeadError, ConcurrentCallError
 from adacc_hf.artifacts.profile import BlockProfile, Profile
 from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.head.head import ChunkedHead
@@ -97,6 +98,7 @@ class LiveStep:
         for index, (name, call) in enumerate(installation.calls.items()):
             call.strategy = _LiveStrategy(name, self, is_first=index == 0)
         self._stack.enter_context(self._meter)
+        self._thread = get_ident()
         self._begin_seconds = self._measurement.seconds_at(self._device)
         self._aside_seconds = 0.0
         self.enter_forward()
@@ -171,6 +173,11 @@ class LiveStep:
         is_first: bool,
     ) -> Any:
         """Run and record the call `name` of a block, the first of a forward if `is_first`."""
+        if self._device.type == "cpu" and get_ident() != self._thread:
+            raise ConcurrentCallError(
+                f"block {name} is called in another thread than the one in which the step began, so its memory cannot "
+                f"be measured: begin the step in the thread that calls the model"
+            )
         if self._device.type == "cpu" and not self.called:  # on a GPU, the allocator counts the buckets
             self.bucket_bytes = bucket_bytes()
             self._static_bytes += self.bucket_bytes
@@ -200,6 +207,7 @@ class LiveStep:
         """End after the micro-batch's backward."""
         self.leave_forward()
         self.end_forward()
+        self._meter.mark(("end",))  # sets the marks of a backward in another thread
         seconds = self._measurement.seconds_at(self._device) - self._begin_seconds - self._aside_seconds
         self._step_ms = 1e3 * seconds
         self._gradient_bytes = gradient_bytes(self._installation.model)
@@ -243,8 +251,7 @@ class LiveStep:
         return self._recorder.recording()
 
     def profile(self, **changes: Any) -> Profile:
-        """Return the profile of the micro-batch, after `end`. `changes` are fields of the `TrainingStep` that were not
-        known at `begin`: the optimizer's bytes."""
+        """Return the profile, after `end`. `changes` are fields of the `TrainingStep` that were not known before."""
         step = replace(self._step, **changes)
         recording = self.recording
         outcomes = {block.name: recording.outcome_of(block) for block in recording.blocks}

@@ -29,8 +29,7 @@ from adacc_hf.torch_glue.distributed import is_sharded
 
 
 class BlockExecutor:
-    """Strategy that runs the calls of one block under its plan. `known_shapes` come from the executor of the block's
-    previous plan."""
+    """Strategy that runs a block's calls under its plan. `known_shapes` come from the previous plan's executor."""
 
     def __init__(self, name: str, plan: Plan, tape_cache: TapeCache, known_shapes: KnownShapes | None = None) -> None:
         self.name = name
@@ -267,8 +266,7 @@ class BlockExecutor:
         return result
 
     def _saves_nothing(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True if autograd saves nothing in the call: nothing requires gradients, and no recorded call of the
-        kind has saved a tensor (a block may read another module's tensors)."""
+        """Return True if nothing requires gradients, and no recorded call of the kind has saved a tensor."""
         tensors = [*(tensor for _, tensor in argument_tensors(args, kwargs)), *block.parameters()]
         if any(tensor.requires_grad for tensor in tensors):
             return False

@@ -18,6 +18,7 @@ from torch import nn
 
 from adacc_hf.artifacts.call_names import call_name, calls_per_block
 from adacc_hf.artifacts.errors import (
+    BLOCK_CLASSES_HINT,
     CompiledBlockError,
     ConcurrentCallError,
     NestedHooksError,
@@ -120,8 +121,7 @@ class BlockCall:
 
 
 class BlockFunction:
-    """Function that is installed around one block, and runs its calls under a strategy. It is pickled and copied with
-    the model, and a copy runs the copied block plainly."""
+    """Function around one block, which runs the block's calls under a strategy. A copy of the model runs plainly."""
 
     def __init__(self, name: str, block: nn.Module, strategy: Strategy, lock: Any = None) -> None:
         self.name = name
@@ -172,6 +172,13 @@ class BlockFunction:
         try:
             with unwritten_originals():
                 return self._run_inside_hooks(fn, args)
+        except RuntimeError as error:
+            if "support saved tensor hooks" not in str(error):
+                raise
+            raise NestedHooksError(
+                f"block {self.name} calls torch.func.grad, vjp or jacrev, which torch refuses inside the saved-tensor "
+                f"hooks of a policy or a checkpoint: {BLOCK_CLASSES_HINT}"
+            ) from error
         finally:
             self._lock.release()
 
@@ -289,6 +296,8 @@ class Installation:
         """Remove the functions, and restore all attributes of the model. Further calls have no effect."""
         while self._undo:
             module, name, original = self._undo.pop()
+            if name == "forward" and not isinstance(module.__dict__.get(name), WrappedForward):
+                continue  # other code has replaced or removed it since
             if original is _ABSENT:
                 module.__dict__.pop(name, None)
             else:
@@ -338,15 +347,13 @@ class Installation:
                 inner.__dict__[FLAG] = False
 
     def uncalled(self) -> list[str]:
-        """Return the names of the blocks that were never called with gradients enabled. Return [] with layerdrop, which
-        skips blocks at random."""
+        """Return the names of the blocks that were never called with gradients enabled, [] with layerdrop."""
         if layerdrop_rates(self.model):
             return []
         return [name for name, function in self.blocks.items() if function.num_calls == 0]
 
     def skipped_blocks(self) -> list[str]:
-        """Return the names of the blocks not called with gradients in the last step, such as a vision tower. Return []
-        with layerdrop."""
+        """Return the names of the blocks not called with gradients in the last step, [] with layerdrop."""
         if layerdrop_rates(self.model):
             return []
         return [name for name, function in self.blocks.items() if function.num_calls == self._num_calls_before[name]]
@@ -372,8 +379,7 @@ class Installation:
 
 
 class WrappedForward:
-    """Replacement of a block's `forward`, for classes that the user names. It calls the block function in train mode,
-    and else the original `forward`."""
+    """Replacement of `forward` for classes that the user names: calls the block function in train mode."""
 
     def __init__(self, function: BlockFunction, block: nn.Module, own_forward: Callable[..., Any] | None) -> None:
         self.function = function

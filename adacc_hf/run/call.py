@@ -303,8 +303,7 @@ class Call:
 
 
 def _may_be_overwritten() -> bool:
-    """Return True if the backward that unpacks may write to the tensor, and so gets a copy (rule R6): an
-    `autograd.Function` written in Python, or an unknown one."""
+    """Return True if the running backward is written in Python or unknown, and so may write (rule R6)."""
     node = current_node()
     return node is None or isinstance(node, BackwardCFunction)
 
@@ -335,8 +334,7 @@ class RecordedSlot:
 
 
 class Recording:
-    """One call of a block while its tape is recorded. Afterwards, the saved tensors are handed over to an execution
-    plan (`hand_over`) or freed (`discard`)."""
+    """A call of a block while its tape is recorded. Then `hand_over` or `discard` frees its saved tensors."""
 
     def __init__(
         self,

@@ -142,8 +142,7 @@ class PlanEntries:
         return Entry(tape, calls, plan, codecs, symbolic_tape=symbolic_tape, fallback=fallback)
 
     def fallback_of(self, reason: str) -> str | None:
-        """Return the reason to record for calls that run under torch's checkpoint because of `reason`, or None if the
-        plan itself requires this or a plain run."""
+        """Return the reason to record for calls under torch's checkpoint, or None if the plan requires them."""
         is_planned = self.plan.is_plain or self.plan.is_checkpointed
         return None if is_planned else f"torch's checkpoint, since {reason}"
 

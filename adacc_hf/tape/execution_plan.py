@@ -52,10 +52,7 @@ class Slot:
 
 
 class Schedule(NamedTuple):
-    """Replay programs for one order in which backward unpacks the saved tensors of a tape.
-
-    A schedule is immutable, because a backward in progress relies on it.
-    """
+    """Replay programs for one order of unpacks. Immutable, because a backward in progress relies on it."""
 
     order: tuple[int, ...]
     programs: list[ReplayProgram]
@@ -115,8 +112,7 @@ class ExecutionPlan:
         self.follow(tape.order or tuple(reversed(range(self.num_slots))))
 
     def follow(self, order: tuple[int, ...]) -> None:
-        """Schedule replay for a backward that unpacks the saved tensors in `order`. Calls in progress keep their
-        schedule."""
+        """Schedule replay for a backward that unpacks in `order`. Calls in progress keep their schedule."""
         self.schedule = Schedule(order, schedule(self._merged_tape, self.store, order, self._passthrough))
 
     def fetch(
@@ -160,8 +156,7 @@ class ExecutionPlan:
         return True
 
     def _expected_layouts(self) -> list[tuple[int, Any, Any, int, torch.dtype, torch.device]]:
-        """Return (index in `externals`, size, stride, offset, dtype, device) of each tensor in `externals` that is not
-        an argument, as recorded."""
+        """Return (index in `externals`, recorded layout) of each tensor in `externals` that is no argument."""
         layouts = []
         for place, (value, source) in enumerate(self.externals):
             if source.place != "argument":
@@ -182,8 +177,7 @@ class ExecutionPlan:
         return None
 
     def program_out_of_order(self, slot: int, environment: Environment) -> ReplayProgram:
-        """Return the replay program that unpacks the saved tensor `slot` now, out of the scheduled order, from the
-        tensors in `environment`."""
+        """Return the program that unpacks `slot` now, out of the scheduled order, from `environment`."""
         available = {value for value, tensor in enumerate(environment) if tensor is not None}
         return single_program(self._merged_tape, self.store, slot, available)
 
@@ -236,8 +230,7 @@ def _storage_map(tape: Tape, choices: dict[int, Choice], shared: frozenset[int])
 
 
 def _equal_values_used(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]:
-    """Return the values that the plan does not store because a stored value has equal contents, as {value: stored
-    value}."""
+    """Return {value: stored value of equal contents} for the values that the plan does not store."""
     if all(choice != RECOMPUTE for choice in choices.values()):
         return {}
     saved = set(tape.saved_values())
@@ -257,10 +250,7 @@ def encode_view(tape: Tape, value: int) -> TensorRef:
 
 
 def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
-    """Return True if `choice` (retain, compress or recompute) is possible for the value `value` of `tape`.
-
-    RECOMPUTE needs a value that replay recomputes exactly. COMPRESS needs a value that the codec can encode.
-    """
+    """Return True if replay can recompute `value` exactly, or the codec can encode it, as `choice` requires."""
     if choice.action is Action.RECOMPUTE:
         return value in tape.recomputable
     if choice.action is Action.COMPRESS:
@@ -316,16 +306,14 @@ def _reads(tape: Tape, value: int) -> tuple[int, ...]:
 
 
 def _is_statistic_of(lossy_values: Collection[int], value: int, choices: Collection[int], tape: Tape) -> bool:
-    """Return True if `value` is a statistic (one number per row) that replay would compute from a value in
-    `lossy_values`."""
+    """Return True if `value`, one number per row, would be computed from a value in `lossy_values`."""
     if not is_statistic(tape.values[value].ref.geometry[0]):
         return False
     return not source_activations(value, lambda v: _reads(tape, v), choices.__contains__).isdisjoint(lossy_values)
 
 
 def codec_of(choice: Choice) -> Codec:
-    """Return the codec that a COMPRESS choice names. Raise ValueError if the choice names no codec or an unknown
-    codec."""
+    """Return the codec of a COMPRESS choice. Raise ValueError if the choice names no codec or an unknown one."""
     if choice.codec is None:
         raise ValueError(f"codec=None in the choice {choice}: choose one of {', '.join(list_codecs())}")
     return get_codec(choice.codec, **dict(choice.options))

@@ -118,8 +118,7 @@ class _FunctionRun:
 
 
 class FunctionRecorder:
-    """Base class of the tape recorder, with its state, for the `autograd.Function`s that a block calls. Attributes that
-    are only annotated in this class are defined in `Recorder`."""
+    """Base class of `Recorder`, which defines the annotated attributes, for `autograd.Function`s."""
 
     untrusted: str | None
     _generator_state: torch.Tensor | None
@@ -312,8 +311,7 @@ class FunctionRecorder:
     # Checks. Each raises NotReplayableError with a reason.
 
     def _check_reads(self, run_record: _FunctionRun, results: Any) -> None:
-        """Raise NotReplayableError if an `autograd.Function` reads data into Python, except by a conversion to a numpy
-        array from which it returns no numbers."""
+        """Raise NotReplayableError if a Function reads data into Python, except numpy views without results."""
         reads = self.reads[run_record.before.num_reads :]
         if any(read != NUMPY_VIEW for read in reads):
             raise NotReplayableError("reads data into Python")

@@ -215,8 +215,7 @@ class BlockPaths:
         return None if self._latest is None else self._latest.graph_of(fn, args)
 
     def graph_function(self) -> GraphOfCall | None:
-        """Return a function from (fn, args) of a call like the latest one to (traced graph, its inputs). Return None if
-        a call on this path had other operators than its graph."""
+        """Return a function from (fn, args) to (traced graph, inputs). None if a call's operators were others."""
         return _graph_function(self._latest)
 
     def find_graph(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...]) -> GraphOfCall | None:
@@ -311,8 +310,7 @@ class KnownShapes(OrderedDict[CallKey, Tape]):
 
 
 def _aliased_arguments(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int, str]]:
-    """Return (index in `tensors`, name of the parameter or buffer) of each tensor that shares a storage with a
-    parameter or buffer of the block."""
+    """Return (index in `tensors`, name) of each tensor that shares a storage with one of the block's own."""
     if not tensors:
         return []
     block = scope["args"][0] if scope["args"] else None
@@ -326,8 +324,7 @@ def _aliased_arguments(tensors: tuple[Any, ...], scope: Scope) -> list[tuple[int
 
 
 def settings_of_torch() -> tuple[Hashable, ...]:
-    """Return settings of torch on which a block's operators depend, but which Dynamo's guards do not compare: global
-    module hooks, autocast's dtypes, and the enabled and preferred kernels of fused attention."""
+    """Return settings of torch on which operators depend, but which Dynamo's guards do not compare."""
     flags = torch.backends.cuda
     return (
         *GLOBAL_PRE_HOOKS,
@@ -357,8 +354,7 @@ def _exact_number(number: Any) -> Hashable:
 
 
 def plain_arguments(scope: Scope) -> tuple[Hashable, ...]:
-    """Return a call's arguments with tensors and other objects replaced by None. Numbers, strings and containers
-    stay."""
+    """Return a call's numbers, strings and containers, with other objects replaced by None."""
     named = [_plain_arguments(value) for name, value in scope["kwargs"].items() if name not in INERT_ARGUMENTS]
     return *[_plain_arguments(value) for value in scope["args"]], *named
 

@@ -133,8 +133,7 @@ def attached_tensors(block: nn.Module) -> Iterator[tuple[Source, torch.Tensor]]:
 
 
 def find_attached(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return the tensor that is attached to the parameter or module `owner` at `path` (attribute names, and keys or
-    indices of containers), detached from autograd's graph. Return None if the tensor no longer exists."""
+    """Return the detached tensor at `path` (names, keys, indices) below `owner`, or None if it is gone."""
     try:
         tensor = owner
         for name in path:

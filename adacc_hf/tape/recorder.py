@@ -49,6 +49,7 @@ from adacc_hf.torch_glue.compat import (
 from adacc_hf.torch_glue.private import (
     COMPILED_MODULE,
     TO_COPY,
+    HigherOrderOperator,
     TorchDispatchMode,
     compiled_call,
     schema_of,
@@ -87,6 +88,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
     """
 
     base_of: Callable[[Any], torch.Tensor] = staticmethod(torch.Tensor.detach)  # makes the tensor stored in `bases`
+    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -142,8 +144,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return True
 
     def refer(self, tensor: torch.Tensor) -> TensorRef:
-        """Return a reference to `tensor` for the tape: a view of the latest value (version) of its storage. If the
-        storage is new to the tape, add a value for it."""
+        """Return a reference to `tensor` for the tape: a view of the latest (or a new) value of its storage."""
         if not has_storage(tensor):
             self.untrusted = self.untrusted or SPARSE
             tensor = self._stand_in
@@ -221,6 +222,9 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            self.untrusted = self.untrusted or f"the operators inside torch's {func} cannot be recorded"
+            return func(*args, **kwargs)
         if self._is_paused:
             self._note_paused(args, kwargs)
             return func(*args, **kwargs)
@@ -269,8 +273,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         is_random: bool = False,
         is_collective: bool = False,
     ) -> None:
-        """Add an operator or Function that has run to the tape, with a value for each storage that it created or
-        changed."""
+        """Add an operator or Function that has run to the tape, and a value for each storage created or changed."""
         index = len(self.operators)
         is_dropout = is_random and func is torch.ops.aten.native_dropout.default
         original_args = args
@@ -355,16 +358,14 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return is_own and kwargs.keys() == {"dtype"} and tensor.requires_grad and torch.is_grad_enabled()
 
     def _note_cached_cast(self, tensor: torch.Tensor) -> None:
-        """Record the cast operator if `tensor` is autocast's cached cast of a parameter. It is recorded at its first
-        read in the block, because an earlier call may have made it, and the order of operators must not vary."""
+        """Record, at its first read in the block, the operator of autocast's cached cast of a parameter."""
         name = self._parameters.get(id(cast_source(tensor))) if self._autocast else None
         if name is not None:
             parameter = self.refer(self.block.get_parameter(name))
             self._note(TO_COPY, (parameter,), {"dtype": tensor.dtype}, [], tensor)
 
     def _derive_dropout(self, dropout: TapeOperator, input_ref: TensorRef) -> None:
-        """Split a recorded dropout in two, because only the mask is random (rule R5): `dropout` keeps the mask as its
-        result, and a new operator computes input * mask * scale."""
+        """Split a recorded dropout in two (rule R5): its mask, and an operator that computes input * mask * scale."""
         output_values = dict(dropout.outputs)
         probability = dropout.args[1]
         scale = _dropout_scale(probability, self.values[output_values[0]])
@@ -442,10 +443,12 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         return index
 
     def _enter_module(self, name: str, *_: Any) -> None:
-        self._modules.append(name)
+        if not torch.compiler.is_compiling():  # torch.cond traces its branches, and refuses this change in them
+            self._modules.append(name)
 
     def _leave_module(self, *_: Any) -> None:
-        self._modules.pop()
+        if not torch.compiler.is_compiling():
+            self._modules.pop()
 
     @contextmanager
     def watching_reads(self) -> Iterator[None]:
@@ -459,8 +462,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
 
     @contextmanager
     def naming_modules(self) -> Iterator[None]:
-        """Record the path of the submodule that runs each operator inside the `with` block. Hooks inside of compiled
-        submodules would trigger a recompilation."""
+        """Record which submodule runs each operator, except compiled ones, which hooks would recompile."""
         modules = dict(self.block.named_modules())
         compiled = tuple(  # by torch.compile, as a wrapper or in place
             f"{name}."

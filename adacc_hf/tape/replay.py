@@ -21,8 +21,7 @@ value. None for a value that is not available."""
 
 
 def view(base: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-    """Return the tensor that the recorded reference `ref` describes, with its size, stride, offset and dtype (rule R2),
-    as a view of `base`, a tensor on the same value."""
+    """Return the tensor that the recorded reference `ref` describes (rule R2), as a view of `base`."""
     if base.dtype is ref.dtype:
         return base.as_strided(*ref.geometry)
     size, stride, offset = ref.geometry
@@ -207,8 +206,7 @@ class StorageMap:
 
 @dataclass(frozen=True, slots=True)
 class ReplayProgram:
-    """Instructions for unpacking one saved tensor: run `steps`, then fetch the stored values `loads`, then free
-    `frees`."""
+    """Instructions to unpack a saved tensor: run `steps`, fetch the stored values `loads`, free `frees`."""
 
     loads: tuple[int, ...]
     """Stored values to fetch for the saved tensor itself. The values to fetch for a step are in `ReplayStep.loads`."""
@@ -223,8 +221,7 @@ class ReplayProgram:
 
 
 def closure(tape: Tape, value: int, is_available: Callable[[int], bool]) -> tuple[list[int], list[int]]:
-    """Return (operators, inputs) to recompute a value of a tape: the indices of the operators, in order, and the values
-    from which they start, which are available or have no producer."""
+    """Return (indices of operators, in order; values from which they start) to recompute a value of a tape."""
     operators: set[int] = set()
     leaves: dict[int, None] = {}
     pending = [value]
@@ -270,8 +267,7 @@ def _drop_decoded(program: ReplayProgram, store: StorageMap, next_programs: Sequ
 
 
 def single_program(tape: Tape, store: StorageMap, slot: int, available: set[int]) -> ReplayProgram:
-    """Return the replay program for unpacking the saved tensor `slot` out of the scheduled order, from the `available`
-    values. It frees no recomputed value."""
+    """Return the program that unpacks `slot` out of the scheduled order from the `available` values."""
     value = tape.slots[slot].value
     run = missing_operators(tape, store, value, available)
     never = (1, 0)

@@ -64,8 +64,7 @@ def exactly_replayed_values(
 def _verify_operator(
     tape: Tape, operator: TapeOperator, bases: list[torch.Tensor], environment: Environment, exact_values: set[int]
 ) -> None:
-    """Replay one operator, add each value with the recorded bits to `exact_values`, and put the tensors that later
-    operators read into `environment`."""
+    """Replay one operator, and add each value with the recorded bits to `exact_values`."""
     is_ready = operator.may_run_again and not _is_timed_by_thread(tape, operator)
     is_ready = is_ready and all(environment[value] is not None for value in operator.inputs())
     if is_ready:
@@ -90,8 +89,7 @@ def _is_gone(tape: Tape, value: int) -> bool:
 
 
 def _invert_bits(operator: TapeOperator, bases: list[torch.Tensor], environment: Environment) -> None:
-    """Fill memory that `operator` allocated in the replay with the inverse of the recorded bits: memory that no
-    operator fills must not compare equal by chance."""
+    """Fill memory that `operator` allocated in replay with inverted bits, which are not equal by chance."""
     for _, value in operator.outputs:
         replayed = environment[value]
         if replayed is None or replayed.untyped_storage().nbytes() != bases[value].untyped_storage().nbytes():
@@ -184,8 +182,7 @@ def is_reproducible(tape: Tape) -> bool:
 
 
 def obtainable_values(tape: Tape, exact_values: Collection[int], stored: Iterable[int]) -> frozenset[int]:
-    """Return those of `exact_values` that replay can compute, directly or indirectly, from existing tensors and from
-    values in `stored`."""
+    """Return those of `exact_values` that replay can compute from existing tensors and from `stored`."""
     saved = set(stored)
     recomputable: set[int] = set()
 
@@ -252,8 +249,7 @@ def _have_equal_layouts(tape: Tape, first: TapeOperator, second: TapeOperator) -
 
 
 def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:
-    """Return a dict from each duplicate value to an earlier saved value with the same bits. `first` maps each duplicate
-    to the first value with the same bits, saved or not."""
+    """Return {duplicate: earlier saved value}, from `first`, {duplicate: first value with the same bits}."""
     first_slot: dict[int, int] = {}
     for number, slot in enumerate(tape.slots):
         first_slot.setdefault(slot.value, number)

@@ -102,8 +102,7 @@ class RecordedCall:
 
 
 class SymbolicTape:
-    """One tape for all sizes of a size class, made by `SymbolicTape.of`: the numbers on the tape are polynomials of the
-    sizes of a call's arguments."""
+    """One tape for all sizes of a size class: its numbers are polynomials of the sizes of a call's arguments."""
 
     def __init__(self, records: Sequence[RecordedCall], expressions: _TapePolynomials) -> None:
         self._expressions, (self._digest, _) = expressions, describe_numbers(records[0].tape)

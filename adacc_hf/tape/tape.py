@@ -44,8 +44,7 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class Blank:
-    """Layout of a tensor argument whose elements the operator does not read. Replay passes another tensor of this
-    layout."""
+    """Layout of a tensor argument whose elements the operator does not read. Replay passes another tensor."""
 
     geometry: Geometry
     dtype: torch.dtype
@@ -104,8 +103,7 @@ class TapeValue:
 
     @property
     def is_encodable(self) -> bool:
-        """True if a codec that encodes the value's first recorded tensor stores the whole value: the tensor is dense,
-        fills its storage, and is never overwritten."""
+        """True if the value's first recorded tensor is dense, fills its storage, and is never overwritten."""
         size, stride, offset = self.ref.geometry
         return (
             not self.overwritten
@@ -177,8 +175,7 @@ class TapeOperator:
         return (not self.random or self.generator is not None) and not self.is_collective
 
     def inputs(self) -> tuple[int, ...]:
-        """Return the values that the operator reads, each once, in argument order. The random generator's state comes
-        last."""
+        """Return the values that the operator reads, each once, in argument order, the generator's state last."""
         if self._inputs is None:
             read = dict.fromkeys(ref.value for ref in tensor_refs((self.args, self.kwargs)))
             self._inputs = tuple(read if self.generator is None else [*read, self.generator])
@@ -189,8 +186,7 @@ class TapeOperator:
         return [leaf for leaf in leaves(self.args, self.kwargs) if isinstance(leaf, Blank)]
 
     def results(self) -> list[int]:
-        """Return the values that the operator creates: first those in new storages, then new versions of storages
-        changed in place."""
+        """Return the values that the operator creates: first new storages, then new versions of changed ones."""
         return [value for _, value in self.outputs] + [value for _, value in self.mutations]
 
     def signature(self) -> tuple[Any, ...]:
@@ -259,8 +255,7 @@ class Tape:
         return self.values[value].place == "generator"
 
     def is_held_elsewhere(self, value: int) -> bool:
-        """Return True if the tensor of `value` exists independently of the call, such as a parameter or a tensor of
-        unknown source."""
+        """Return True if the tensor of `value` exists independently of the call, such as a parameter."""
         return self.values[value].place not in (None, "argument", "generator")
 
     def generator_states(self) -> list[tuple[int, int, torch.device]]:
@@ -356,8 +351,7 @@ def tensor_refs(tree: Any) -> Iterator[TensorRef]:
 
 
 def leaves(*trees: Any) -> list[Any]:
-    """Return the items of nested tuples, lists and dicts that are not containers themselves, in order. This is faster
-    than torch's `tree_leaves`, which looks up each container in a registry."""
+    """Return the items of nested tuples, lists and dicts in order, faster than torch's `tree_leaves`."""
     items: list[Any] = []
     _collect_leaves(trees, items)
     return items

@@ -151,8 +151,7 @@ class TapeCache:
             self.warn_once(name, text, tape.block_class, name, reason)
 
     def expect_orders(self, kinds: Iterable[KindProfile]) -> None:
-        """Expect backward to unpack saved tensors in the order that was observed when the `kinds` of blocks were
-        profiled."""
+        """Expect backward to unpack saved tensors in the order observed when the `kinds` were profiled."""
         for kind in kinds:
             if kind.untrusted is None:
                 self._expect_order(kind.digest, unpack_order(kind.backward))
@@ -162,8 +161,7 @@ class TapeCache:
         self._orders.update(other._orders)
 
     def remember(self, tape: Tape, key: CallKey, block: str) -> None:
-        """Record that a call of `block` with this key ran the operators of `tape`, also to predict tapes of other
-        sizes."""
+        """Record that a call of `block` with this key ran the operators of `tape`, to predict other sizes too."""
         for name in (block, None):
             self._of_calls[_tape_structure(tape.kind), key, name] = tape
         if any(value.device.type == "cuda" for value in tape.values):
@@ -192,8 +190,7 @@ class TapeCache:
         return self._records_of(block, key)[0].untrusted
 
     def refuse(self, symbolic_tape: SymbolicTape, values: Collection[int], block: str) -> None:
-        """Never replay `values` of these operators again, at any size, because their bits differed at a new size. Log a
-        warning that names `block`."""
+        """Never replay `values` of these operators again, as their bits differed at a new size. Log a warning."""
         names = ", ".join(symbolic_tape.base.values[value].name for value in sorted(values))
         log.warning(
             "Adacc: replay did not recompute %s of block %s bit for bit at a new size: retained from now on, at all "
@@ -225,8 +222,7 @@ class TapeCache:
             self.refuse(symbolic_tape, symbolic_tape.base.recomputable - tape.recomputable, block)
 
     def distrust(self, symbolic_tape: SymbolicTape, block: str, reason: object) -> None:
-        """Discard `symbolic_tape`, because a call of `block` at a new size ran other operators, and log a warning with
-        `reason`. From now on, each new size is recorded."""
+        """Discard `symbolic_tape` because of `reason`, and log this. From now on, each new size is recorded."""
         log.warning(
             "Adacc: block %s runs other operators at some sizes of a batch than at others (%s): each new size is "
             "recorded from now on, which takes time; to avoid this, pad batches to few lengths (pad_to_multiple_of)",
@@ -372,8 +368,7 @@ def profiled_tapes(model: nn.Module) -> TapeCache:
 
 @contextmanager
 def autocast_off(tape: Tape) -> Iterator[None]:
-    """Disable autocast inside the `with` block, for all devices of values on `tape`: a block on a GPU may have random
-    seeds on the CPU."""
+    """Disable autocast inside the `with` block, for all devices of values on `tape`."""
     with ExitStack() as stack:
         for device_type in {value.device.type for value in tape.values}:
             stack.enter_context(torch.autocast(device_type, enabled=False))

@@ -93,8 +93,7 @@ class BlockState:
         self._tensors[id(tensor)] = (name, tensor, version_of(tensor), tensor.detach().clone() if copies else None)
 
     def find_changes(self, compares_contents: bool = True) -> str | None:
-        """Find the state that the call has changed. Return the name of state that cannot be restored, or None. A block
-        with such a change must not be run twice from now on (`changes_in_place`)."""
+        """Find the state that the call has changed. Return the name of state that cannot be restored, or None."""
         for namespace, before in self._namespaces:
             own = without_zero3(namespace)
             now = {key: value for key, value in own.items() if key in before or key not in _INTERNAL}
@@ -195,6 +194,8 @@ def _content(value: Any, depth: int = 0) -> Any:
         return repr(value.bit_generator.state if isinstance(value, numpy.random.Generator) else value.get_state())
     if isinstance(value, numpy.ndarray) and value.nbytes <= SMALL_COPY:
         return value.tobytes()
+    if isinstance(value, Iterator):
+        return object()  # equal to nothing, because reading its position would change it
     if isinstance(value, SimpleNamespace):
         value = vars(value)
     if isinstance(value, dict | list | tuple | set | frozenset | deque) and depth < MAX_DEPTH:

@@ -25,7 +25,7 @@ from adacc_hf.torch_glue.block_state import BlockState, changes_in_place, report
 from adacc_hf.torch_glue.distributed import is_sharded, num_ranks
 from adacc_hf.torch_glue.private import CHECKPOINTED, forward_hooks, private_name, tree_leaves
 from adacc_hf.torch_glue.rng_state import RandomStates
-from adacc_hf.torch_glue.second_run import SecondRun, is_measuring, may_end_early, must_compare
+from adacc_hf.torch_glue.second_run import SecondRun, comparison, is_measuring, may_end_early
 from adacc_hf.torch_glue.watchers import patched
 
 FLAG = "gradient_checkpointing"
@@ -110,8 +110,7 @@ def has_filled_cache(block: nn.Module, fn: Any, args: tuple[Any, ...]) -> bool:
 
 
 def observing_hooks(block: nn.Module) -> list[Callable[..., Any]]:
-    """Return the forward hooks, on modules of `block`, with which Transformers collects hidden states and attentions.
-    They run no operator."""
+    """Return the forward hooks with which Transformers collects hidden states. They run no operator."""
     hooks = [hook for module in block.modules() for hook in forward_hooks(module).values()]
     return [hook for hook in hooks if getattr(hook, "__module__", None) == "transformers.utils.output_capturing"]
 
@@ -190,28 +189,22 @@ def checkpoint_call(
     is_held: bool = False,
     repeats_code: bool = True,
 ) -> Any:
-    """Run `fn(*args)`, a call of `block`, under torch's checkpoint. In backward, the call runs a second time.
-
-    The first call of each block is compared: the second run must save the tensors of the first (`SecondRun`).
+    """Run `fn(*args)`, a call of `block`, under torch's checkpoint. In backward, the call runs a second time, and must
+    save the tensors of the first run (`comparison`).
 
     For the second run, buffers and attributes that the first run changed (`BlockState`) and Python's and numpy's
-    generators get their earlier values. If the first call changes other state, such as a list, its tensors are kept,
-    and this call and all later ones run once. If a later call is the first that does so, raise UnrestorableError,
-    unless `is_held`: then the caller keeps the call's tensors until it has asked `changes_in_place`. Set `repeats_code`
-    to False if the second run runs a traced graph.
+    generators get their earlier values. If the first call changes other state, such as a list, this call and all later
+    ones run once. If a later call is the first that does so, raise UnrestorableError, unless `is_held`: then the caller
+    keeps the call's tensors until it has asked `changes_in_place`.
 
-    torch's hooks are removed even if `fn` raises. Before torch 2.13 the hooks would stay active as long as the error is
-    referenced.
-
-    By default, `fn` and `args` stay alive until backward, and the second run is `fn(*args)`. If `hold` is given,
-    `hold()` is called after the first run, and the returned `SecondCall` stays alive in place of `fn` and `args`. In
-    backward, the `SecondCall` returns the function and the arguments of the second run. Set `has_same_inputs` to False
-    if these are decoded from lossy payloads.
+    If `hold` is given, `hold()` is called after the first run, and the returned `SecondCall` stays alive in place of
+    `fn` and `args`. Set `has_same_inputs` to False if it decodes lossy payloads, and `repeats_code` to False if it runs
+    a traced graph. torch's hooks are removed even if `fn` raises: before torch 2.13 they would stay active.
     """
     if repeats_code and changes_in_place(block):
         return fn(*args)
     errors: list[BaseException] = []
-    in_forward = True
+    has_begun = False
     python_states, state = RandomStates(), BlockState(block, (args, keyword_arguments(fn)))
     states_to_restore: list[BlockState | RandomStates] = []
     # torch keeps `run` until backward. The call is in a list, so that the result of `hold` can replace it.
@@ -222,27 +215,28 @@ def checkpoint_call(
         return function(*arguments) if compared is None else compared.run(partial(function, *arguments))
 
     def run(*_: torch.Tensor) -> Any:
-        if not in_forward:
+        nonlocal has_begun
+        if has_begun:  # in backward, or in `torch.autograd.grad` inside the block
             with ExitStack() as stack:
                 for states in states_to_restore:
                     stack.enter_context(states.temporarily_restored())
                 # If backward runs under autocast, autocast's cache would otherwise outlive this call.
                 stack.callback(torch.clear_autocast_cache)
                 return run_once()
+        has_begun = True
         try:
             return run_once()
         except BaseException as error:
             errors.append(error)
             return None
 
-    compared = SecondRun(block, has_same_inputs) if block is not None and must_compare(block) else None
+    compared = comparison(block, has_same_inputs, repeats_code)
     # torch's checkpoint saves the generator states of its arguments' devices.
     leaves = tree_leaves((args, keyword_arguments(fn)))
     devices = dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
     arguments = [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]
     with set_checkpoint_early_stop(may_end_early(block)):
         result = checkpoint(run, *arguments, use_reentrant=False)
-    in_forward = False
     if errors:
         raise errors.pop()
     if python_states.have_advanced():  # else they are freed: 23 KiB per block
@@ -250,9 +244,9 @@ def checkpoint_call(
     lost = state.find_changes(repeats_code)
     if state.changed or state.written:
         states_to_restore.append(state)
-    if compared is not None:
+    if isinstance(compared, SecondRun):
         compared.end_first_run(keeps_tensors=lost is not None)
-    if lost is not None and compared is None and not (is_held or is_measuring()):
+    elif lost is not None and not (is_held or is_measuring()):
         raise UnrestorableError(
             f"forward of block class {type(block).__name__} changes {lost} in place, but did not in its first call, "
             f"and there is no copy to restore it from, while torch's checkpoint runs the block again in backward: "
@@ -268,8 +262,7 @@ def checkpoint_call(
 def switch_checkpointing(
     model: nn.Module, on: bool, torch_options: dict[str, Any] | None = None, **options: Any
 ) -> None:
-    """Switch Transformers' own gradient checkpointing of `model` on, with `torch_options` of torch's checkpoint and
-    further `options` of Transformers' method, or off."""
+    """Switch Transformers' checkpointing of `model` on, with `torch_options` of torch's, or off."""
     if on:
         getattr(model, f"{CHECKPOINTING}_enable")(torch_options, **options)
     else:
@@ -277,8 +270,7 @@ def switch_checkpointing(
 
 
 def layerdrop_rates(model: nn.Module) -> list[tuple[Any, str, float]]:
-    """Return (module or config, attribute, rate) of each layerdrop rate of `model` that is not 0. Layerdrop skips
-    layers at random."""
+    """Return (module or config, attribute, rate) of each layerdrop rate of `model` that is not 0."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     owners = [*model.modules(), *{id(c): c for c in configs if isinstance(c, PretrainedConfig)}.values()]
     rates = [(owner, name, rate) for owner in owners for name, rate in vars(owner).items() if "layerdrop" in name]
@@ -299,8 +291,7 @@ def without_layerdrop(model: nn.Module) -> Iterator[None]:
 
 
 def drop_caching_warning() -> Callable[[], None]:
-    """Drop Transformers' warning that a cache is incompatible with checkpointing, until the returned function is
-    called. Blocks under a policy use checkpointing's entry point, so Transformers would warn."""
+    """Drop Transformers' warning on caches under checkpointing until the returned function is called."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("Caching is incompatible with gradient checkpointing")

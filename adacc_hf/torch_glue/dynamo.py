@@ -22,6 +22,7 @@ from threading import RLock
 from typing import Any
 
 import torch
+from torch._C import _autograd
 from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch.autograd.function import Function
 from torch.utils._python_dispatch import _disable_current_modes
@@ -50,8 +51,7 @@ class NotTraceableError(Exception):
 
 
 class TracedGuards:
-    """Dynamo's guards for one traced call of a block, and functions that read the unguarded inputs of the traced
-    graph."""
+    """Dynamo's guards for one traced call of a block, and functions that read the unguarded inputs of its graph."""
 
     def __init__(
         self, manager: Any, global_scope: dict[str, Any], inputs: _UnguardedInputs, dead_objects: _DeadObjects
@@ -69,16 +69,16 @@ class TracedGuards:
             node.meta.clear()  # fakes of results
         self.graph: Callable[..., Any] = inputs.graph.forward
         """The traced graph: a function of its inputs."""
-        self.is_partial = bool(inputs.met)
-        """True if the trace left out the code of an `autograd.Function`, which no guard covers."""
+        self.is_partial = bool(inputs.met) or any(map(_hides_code, inputs.graph.graph.nodes))
+        """True if the trace left out the code of an `autograd.Function` or of a function that other code has allowed in
+        the graph, which no guard covers."""
         self._raw_environment = dict(_raw_environment()) if inputs.reads_environment else None
         self._classes = ClassReads(inputs.class_reads)
         self._dead_objects = dead_objects
         self._manager = manager
 
     def hold(self, scope: Scope) -> bool:
-        """Return True if all guards accept a call with the local variables `scope`, which then takes the traced path.
-        Active dispatch modes, which only observe the block's operators, are disabled during the check."""
+        """Return True if all guards accept a call with the local variables `scope`. Observing modes are disabled."""
         if self._dead_objects:  # another object may get the address of one whose address a guard compares
             return False
         if self._raw_environment is not None and self._raw_environment != _raw_environment():
@@ -126,8 +126,7 @@ class ClassReads:
 
 
 def _stable_path(owner: type, name: str) -> str | None:
-    """Return the path of the attribute `name` of a class that gives the same object at each look-up, or None. Python
-    makes a new bound method for each look-up of a class method."""
+    """Return the path of a class attribute that gives the same object at each look-up (no bound method), or None."""
     value = next((vars(base)[name] for base in owner.__mro__ if name in vars(base)), _ABSENT)
     if value is _ABSENT or not name.isidentifier():
         return None
@@ -191,14 +190,12 @@ def trace(
 
 
 def asking_function() -> str | None:
-    """Return the name of the function that has called the caller. Return None in a trace, which leaves this call out. A
-    layer whose class derives from another layer's tests its checkpointing flag once more, in its own forward."""
+    """Return the name of the function that has called the caller, or None in a trace, which leaves this out."""
     return sys._getframe(2).f_code.co_name
 
 
 def drop_frames(error: BaseException | None) -> None:
-    """Drop the frames of `error` and of its causes, which would keep the model's tensors alive until the garbage
-    collector runs."""
+    """Drop the frames of `error` and of its causes, which would keep the model's tensors alive."""
     while error is not None and error.__traceback__ is not None:
         error.__traceback__ = None
         drop_frames(error.__cause__)
@@ -252,8 +249,7 @@ class _DeadObjects(list[Any]):
 
 
 def _compile_getter(names: Iterable[str], variables: dict[str, Any]) -> Callable[[Scope], tuple[Any, ...]]:
-    """Compile Dynamo's sources `names` to one function from a `Scope`, their variable `L`, to their values. `variables`
-    contains their other variables."""
+    """Compile Dynamo's sources `names` to one function from a `Scope` to their values."""
     items = "".join(f"{name}, " for name in names)
     return eval(f"lambda L: ({items})", variables)
 
@@ -281,8 +277,7 @@ class _UnguardedInputs:
         """(class, name) of each attribute that the traced code looked up on a class."""
 
     def filter_guards(self, guards: Sequence[Any]) -> list[bool]:
-        """Return, for each of Dynamo's guards, True if the guard must be checked. A value that a guard does not compare
-        exactly is added to `numbers`."""
+        """Return True for each guard that must be checked. Add values that guards compare inexactly to `numbers`."""
         for guard in guards:
             self.reads_environment |= ".environ" in guard.name
             name = guard.orig_guard.name
@@ -319,8 +314,7 @@ def _decides_tensors(node: Any) -> bool:
 
 
 def _raw_environment() -> dict[Any, Any]:
-    """Return the environment variables undecoded. They are compared at each call, and decoding them would take longer
-    than the check of all of Dynamo's guards."""
+    """Return the environment variables undecoded, as decoding would take longer than all of Dynamo's guards."""
     variables: Any = os.environ
     return getattr(variables, "_data", variables)
 
@@ -336,6 +330,14 @@ def _may_equal_another(value: Any) -> bool:
     if isinstance(value, complex):
         return 0 in (value.real, value.imag)
     return isinstance(value, list | dict | set) or (isinstance(value, float) and value == 0)
+
+
+def _hides_code(node: Any) -> bool:
+    """Return True if `node` calls a Python function of other code, such as one that `allow_in_graph` names. The
+    operators of einops depend on their arguments only."""
+    module = getattr(node.target, "__module__", None) or ""
+    is_function = isinstance(node.target, types.FunctionType) and not module.startswith(("torch.", "einops."))
+    return node.op == "call_function" and (is_function or "flat_apply" in str(node.target))
 
 
 def _in_one_line(error: Exception) -> str:
@@ -378,8 +380,7 @@ def _dynamo_namespace() -> Any:
     def tracing(
         ignored: Iterable[Callable[..., Any]], inputs: _UnguardedInputs, has_counters: bool
     ) -> Iterator[list[Any]]:
-        """Change Dynamo's settings for a trace inside the `with` block. Yield the list of those objects whose addresses
-        guards compare, and that have died."""
+        """Change Dynamo's settings inside the `with` block. Yield the list of compared objects that have died."""
         dead_objects = _DeadObjects()
         original = CheckFunctionManager.id_ref
 
@@ -413,10 +414,13 @@ def _dynamo_namespace() -> Any:
                 )
             )
             states.update({question: False for question, answer in before.items() if answer is True})
+            hooks_error = _autograd._saved_tensors_hooks_get_disabled_error_message()
             try:
                 yield dead_objects
             finally:
                 states.update(before)
+                if hooks_error is None:  # else a trace of torch.func.grad leaves hooks disabled in the whole process
+                    _autograd._saved_tensors_hooks_enable()
 
     @torch._dynamo.assume_constant_result
     def is_traced() -> bool:

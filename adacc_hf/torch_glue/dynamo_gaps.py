@@ -46,8 +46,7 @@ def identity_patches(numbers: list[str]) -> list[Patch]:
     example, sources = getattr(builtin, "extract_fake_example_value", None), []
 
     def tensor_to_compare(node: Any, *args: Any) -> Any:
-        """Return the example tensor of `node`, and note the comparison if `node` is the second operand of `is`: Dynamo
-        calls this function only for the two operands, one after the other."""
+        """Return the example tensor of `node`. At the second operand of `is`, note the comparison."""
         sources.append(getattr(node.meta.get("grapharg"), "source", None))
         if len(sources) % 2 == 0 and None not in sources[-2:]:
             numbers.append(" is ".join(map(name_of, sources[-2:])))
@@ -111,9 +110,7 @@ _ITERATING_METHODS = ("copy", "popitem", "update", "extend", "__iter__", "__or__
 
 
 def dict_order_patches(numbers: list[str]) -> list[Patch]:
-    """Return the patches that append a hash of the names, in order, of each dict that traced code iterates to
-    `numbers`: Dynamo does not guard them if a dict is copied or converted to a list, nor the order of an OrderedDict.
-    """
+    """Return the patches that append a hash of the names, in order, of each dict that traced code iterates."""
     from torch._dynamo.variables import dicts, lists
 
     def record(variable: Any) -> None:

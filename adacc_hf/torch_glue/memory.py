@@ -170,8 +170,7 @@ def has_expandable_segments() -> bool:
 
 
 def allocate_workspaces(device: torch.device) -> None:
-    """Make cuBLAS allocate its workspaces, about 32 MiB, which would otherwise count as stored in the first measured
-    step."""
+    """Make cuBLAS allocate its workspaces, which would otherwise count as stored in the first step."""
     if device.type == "cuda":
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             factor = torch.ones(16, 16, device=device, requires_grad=True)
@@ -205,8 +204,7 @@ def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
 
 
 def component_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of which `optimizer`, or a set of optimizers, consists, without the wrapper of Accelerate.
-    GaLore's layer-wise mode uses one optimizer per layer."""
+    """Return the optimizers of which `optimizer`, or a set (GaLore), consists, without Accelerate's."""
     if isinstance(optimizer, WeakSet):
         return [member for each in optimizer for member in component_optimizers(each)]
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):

@@ -3,8 +3,8 @@
 torch's checkpoint assumes that a second run gives the saved tensors of the first. It does not if a number, hook or
 adapter that the block reads was changed before backward. The second run also ends at the last saved tensor, which may
 get its elements only afterwards (RReLU's noise: https://github.com/pytorch/pytorch/issues/193671). In both cases torch
-computes wrong gradients without a message. So the first checkpointed call of each block is compared: its second run is
-complete, and each saved tensor must have the bits of the first run.
+computes wrong gradients without a message. So in each block's first checkpointed call, the second run is complete, and
+each saved tensor must have the bits of the first run. In later calls, the tensors' last rows are compared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ MOST_COPIED = 2**20  # bytes of a tensor with gaps that are copied together
 
 _may_end_early: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """For each block that was compared: True if the second run may end at the last saved tensor."""
+_varying: WeakSet[nn.Module] = WeakSet()  # blocks on GPUs whose operators give other bits each time
 _is_measuring: ContextVar[bool] = ContextVar("_is_measuring", default=False)  # another thread may train meanwhile
 
 
@@ -51,9 +52,13 @@ def is_measuring() -> bool:
     return _is_measuring.get()
 
 
-def must_compare(block: nn.Module | None) -> bool:
-    """Return True if no checkpointed call of `block` was compared so far."""
-    return block is not None and block not in _may_end_early and not _is_measuring.get()
+def comparison(block: nn.Module | None, has_same_inputs: bool, repeats_code: bool) -> SecondRun | LastRows | None:
+    """Return what compares the runs of a checkpointed call, or None if other inputs or a traced graph run again."""
+    if block is None or _is_measuring.get():
+        return None
+    if not _may_end_early.get(block, False):
+        return SecondRun(block, has_same_inputs)
+    return LastRows(block) if has_same_inputs and repeats_code and block not in _varying else None
 
 
 def may_end_early(block: nn.Module | None) -> bool:
@@ -62,11 +67,8 @@ def may_end_early(block: nn.Module | None) -> bool:
 
 
 class SecondRun:
-    """Saved tensors of one checkpointed call of `block`, to compare its second run with its first.
-
-    `run(fn)` calls `fn` inside torch's checkpoint, and returns its result, in the first and in the second run. If
-    `has_same_inputs` is False (the second run decodes lossy payloads), other numbers in the second run are no error.
-    """
+    """Saved tensors of one checkpointed call of `block`. `run(fn)` returns `fn()` in the first and the second run. If
+    `has_same_inputs` is False (the second run decodes lossy payloads), other numbers in the second run are no error."""
 
     def __init__(self, block: nn.Module, has_same_inputs: bool = True) -> None:
         self._block = block
@@ -100,7 +102,7 @@ class SecondRun:
             try:
                 tensor = unpack(packed.checkpointed)  # the first one runs the call again
             except CheckpointError as error:
-                raise CheckpointMismatchError(self._describe("saves other tensors")) from error
+                raise _mismatch(self._block, "saves other tensors") from error
             self._compare()
             return tensor
 
@@ -133,21 +135,41 @@ class SecondRun:
         pairs = zip(self._expected, second, strict=True)  # torch has compared the numbers of tensors
         wrong = [number for number, (first, again) in enumerate(pairs) if not _is_equal(first, again)]
         if wrong and self._has_same_inputs:
-            message = self._describe(f"gives other numbers (saved tensor {wrong[0]} of {len(second)})")
-            report_other_bits(CheckpointMismatchError(message), any(p.is_cuda for p in self._block.parameters()))
+            _report(self._block, f"gives other numbers (saved tensor {wrong[0]} of {len(second)})")
         is_same = all(map(_is_equal, self._at_last, second)) and all(map(_is_equal, self._at_save, self._expected))
         if not is_same:
             log.info("Adacc: blocks of class %s run to their end under torch's checkpoint", type(self._block).__name__)
         _may_end_early[self._block] = is_same
 
-    def _describe(self, difference: str) -> str:
-        return (
-            f"block class {type(self._block).__name__}: torch's checkpoint runs a call a second time in backward, and "
-            f"this run {difference}, so gradients would be wrong. A number, hook or adapter that the block reads was "
-            f"changed between forward and backward, or an operator gives other bits each time. Change it back only "
-            f"after backward, call torch.use_deterministic_algorithms(True), or leave the class out: "
-            f"{BLOCK_CLASSES_HINT}"
-        )
+
+class LastRows:
+    """Last rows of the tensors that the runs of a checkpointed call save, as `SecondRun`, at next to no cost."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block, self._has_begun = block, False
+        self._first: Checksum | None = None
+
+    def run(self, fn: Callable[[], Any]) -> Any:
+        hooks, is_first, self._has_begun = outer_hooks(), not self._has_begun, True
+        assert hooks is not None  # those of torch's checkpoint
+        pack, unpack = hooks
+        rows: list[torch.Tensor] = []
+
+        def pack_noted(tensor: torch.Tensor) -> Any:
+            if _is_compared(tensor):
+                rows.append(_bytes_of_last_row(tensor))
+            return pack(tensor)  # an exception ends the second run at the last tensor
+
+        try:
+            with saved_tensors_hooks(pack_noted, unpack):
+                return fn()
+        finally:
+            with without_modes():
+                total = checksum_of_bytes(torch.cat([row.to(rows[0].device) for row in rows])) if rows else 0
+            if is_first:
+                self._first = total
+            elif not _is_equal(self._first, total):
+                _report(self._block, "gives other numbers")
 
 
 class _Packed:
@@ -164,6 +186,20 @@ class _Packed:
         if version_of(self.tensor) != self.version:
             raise RuntimeError("a saved tensor was changed in place after the forward: change it after backward")
         return saved_tensor(self.tensor)
+
+
+def _mismatch(block: nn.Module, difference: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"block class {type(block).__name__}: torch's checkpoint runs a call a second time in backward, and this run "
+        f"{difference}, so gradients would be wrong. A number, hook, adapter or context that the block uses was "
+        f"changed between forward and backward, or an operator gives other bits each time. Change it back only after "
+        f"backward, call torch.use_deterministic_algorithms(True), or leave the class out: {BLOCK_CLASSES_HINT}"
+    )
+
+
+def _report(block: nn.Module, difference: str) -> None:
+    report_other_bits(_mismatch(block, difference), any(parameter.is_cuda for parameter in block.parameters()))
+    _varying.add(block)
 
 
 def report_other_bits(error: Exception, is_on_gpu: bool) -> None:
@@ -190,6 +226,13 @@ def _is_compared(tensor: torch.Tensor) -> bool:
 
 def _checksums(tensors: Iterable[torch.Tensor | None]) -> list[Checksum | None]:
     return [None if tensor is None else checksum(tensor) for tensor in tensors]
+
+
+@torch.no_grad()
+def _bytes_of_last_row(tensor: torch.Tensor) -> torch.Tensor:
+    local = local_of(tensor)
+    with without_modes():
+        return local[(-1,) * (local.dim() - 1)].flatten().clone().view(torch.uint8)
 
 
 @torch.no_grad()

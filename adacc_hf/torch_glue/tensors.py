@@ -39,8 +39,7 @@ PLAIN = frozenset({Tensor, nn.Parameter})  # read directly by code that tests hu
 
 
 def runs_on_parts(kind: type) -> bool:
-    """Return True if tensors of class `kind` wrap other tensors, and operators run on the wrapped tensors (DTensor,
-    AsyncCollectiveTensor)."""
+    """Return True if tensors of class `kind` wrap tensors on which operators run (DTensor and the like)."""
     return hasattr(kind, LOCAL_TENSOR) or hasattr(kind, "trigger_wait")
 
 
@@ -69,8 +68,7 @@ def to_dtensor(local: Tensor, spec: Any) -> Tensor:
 
 
 def parts_with_memory(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that hold the memory of `tensor` on this rank. A quantized tensor of torchao has two:
-    codes and scales."""
+    """Return the plain tensors with the memory of `tensor` on this rank (codes and scales in torchao)."""
     local = local_of(tensor)
     if local.layout in _INDICES:
         return [_stored_elements(local), *(indices(local) for indices in _INDICES[local.layout])]
@@ -132,8 +130,7 @@ def _weighted(numbers: Tensor) -> Tensor:
 
 
 def clone_with_storage(tensor: Tensor) -> Tensor:
-    """Copy the whole storage of `tensor`, which may be a DTensor, and return a tensor with the same layout on the
-    copy."""
+    """Copy the whole storage of `tensor` (or DTensor). Return a tensor with the same layout on it."""
     return to_dtensor(copy_with_storage(local_of(tensor)), spec_of(tensor))
 
 

@@ -12,8 +12,7 @@ from adacc_hf.torch_glue.memory import measure_step
 @pytest.mark.parametrize(("budget", "trained"), [("auto", "plain"), ("1GiB", "chunked")])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_both_heads_are_known_from_one_step(name, budget, trained, one_thread, without_onednn):
-    """The peak with the head that trains is exact. That with the other is computed from the losses alone, which
-    overlap by the rows' bytes with what is live around them."""
+    """The peak with the head that trains is exact."""
     config = AdaccConfig(min_compress_bytes=0, memory_budget=budget)
     batch = {key: value.repeat(4, 1) for key, value in TABLE[name].make_batch(0).items()}
     model = TABLE[name].build().train()

@@ -226,6 +226,8 @@ def test_named_classes_of_a_plain_model(plain_model, run_steps, assert_same_step
         assert_same_steps(run_steps(plain_model, batch), plain)
         assert handle.uncalled() == []
         loss = plain_model.eval()(**batch).loss
+        replaced = plain_model.layers[0].forward = torch.sin
+    assert plain_model.layers[0].__dict__.pop("forward") is replaced
     assert state_of(plain_model.train()) == before
     assert torch.equal(plain_model(**batch).loss, loss)
 
@@ -462,6 +464,13 @@ def test_within_torch_func_blocks_run_plainly(plain_model, caplog, transform):
     with recompute_all(plain_model, batch, LAYERS, LAYERS):
         assert torch.equal(run(), plain)
     assert caplog.text.count("run plainly and save no memory") == 3  # once for each block
+
+
+def test_a_block_that_calls_torch_func_grad_is_refused(toy_model, toy_batch):
+    model = toy_model(lambda block, hidden: hidden + torch.func.grad(lambda x: block.up(x).sum())(hidden))
+    for _ in range(2):  # hooks stay enabled
+        with pytest.raises(NestedHooksError, match=r"block layers\.0 calls torch\.func\.grad"):
+            profile_model(model, toy_batch(), CONFIG)
 
 
 def test_on_device_meta_blocks_run_plainly(plain_model):

@@ -57,8 +57,7 @@ def plainly_saved(model, batch):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 def test_what_is_given_back_looks_like_what_was_saved(tiny_gpt2, token_batch, monkeypatch, attention, autocast):
-    """An unpacked tensor has the dtype, size, stride, offset and bits of the saved one (rule R2; policies are
-    lossless)."""
+    """An unpacked tensor has the dtype, size, stride, offset and bits of the saved one (rule R2)."""
     model, batch = tiny_gpt2(attention), token_batch()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         saved = plainly_saved(model, batch)
@@ -157,8 +156,7 @@ def any_policy(request, gpt2_profile):
 
 
 def test_nothing_outlives_a_graph_that_is_dropped(tiny_gpt2, token_batch, any_policy):
-    """Stored bytes are freed with the loss, or with the graph after a backward, without garbage collection (rule
-    R11)."""
+    """Stored bytes are freed with the loss or the graph, without garbage collection (rule R11)."""
     model, batch = tiny_gpt2("eager"), token_batch()
     gc.collect()
     gc.disable()
@@ -233,8 +231,7 @@ def test_an_activation_changed_before_backward(toy_model, toy_batch, run_steps, 
 
 @pytest.mark.parametrize("action", ["retain", "recompute"])
 def test_an_activation_changed_within_a_recorded_call_is_refused(toy_model, toy_batch, action):
-    """An activation changed within a recorded call is refused by name, as in plain autograd, once the plan takes
-    over."""
+    """The change is refused by name, as in plain autograd, once the plan takes over."""
     changing = []
 
     def forward(block, hidden):
@@ -255,17 +252,21 @@ def test_an_activation_changed_within_a_recorded_call_is_refused(toy_model, toy_
             loss.backward()
 
 
-def test_what_no_guard_sees_ends_the_run_in_a_checked_call(toy_model, toy_batch):
-    """A number that Dynamo cannot see changes between calls. The second call of a shape is checked."""
+@pytest.mark.parametrize("num_calls", [1, 4])
+def test_what_no_guard_sees_ends_the_run_in_a_checked_call(toy_model, toy_batch, num_calls):
+    """A shape's second call is checked, and each call of a function that is allowed in the graph."""
     scale = [1.0]
     number = torch.compiler.assume_constant_result(lambda: scale[0])
+    scaled = torch.compiler.allow_in_graph(lambda x: x * scale[0])
 
     def forward(block, hidden):
-        return hidden + block.down((block.up(hidden) * number()).tanh().exp())
+        x = block.up(hidden) * number() if num_calls == 1 else scaled(block.up(hidden))
+        return hidden + block.down(x.tanh().exp())
 
     model, batch = toy_model(forward), toy_batch()
     with recompute_all(model, batch, CONFIG):
-        model(**batch).loss.backward()
+        for _ in range(num_calls):
+            model(**batch).loss.backward()
         scale[0] = 2.0
         loss = model(**batch).loss
         with pytest.raises(TapeMismatchError, match=r"recomputes saved tensor \d+ \(block:exp\) with other bits"):

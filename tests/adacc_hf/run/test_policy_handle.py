@@ -62,8 +62,7 @@ def test_a_new_shape_is_recorded_twice(gpt2, batch, token_batch, policy, run_ste
 def test_other_operators_recompute_and_are_said_once_with_what_to_do(
     gpt2, token_batch, recomputing, run_steps, assert_same_steps, caplog
 ):
-    """A batch of one makes views where other batches copy. Smaller last batches are common, and each of their shapes
-    has its own operators: one warning, then log lines."""
+    """A batch of one makes views where other batches copy."""
     one = token_batch(1, 12)
     plain = run_steps(gpt2, one)
     with apply_policy(gpt2, recomputing), caplog.at_level(logging.INFO):

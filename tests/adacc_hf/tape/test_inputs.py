@@ -59,8 +59,7 @@ def replace_scales(block):
 
 
 def move_scale(block):
-    """Put the scale at another offset of a storage, as a quantized layer does after its adapter was merged and
-    unmerged."""
+    """Put the scale at another offset of a storage, as a quantized layer does after an adapter was merged."""
     block.state = SimpleNamespace(scale=torch.cat([scale_of(2), scale_of(3)])[3:11])
 
 
@@ -78,8 +77,7 @@ def test_others_in_their_place_are_those_of_the_call(model, toy_batch, run_steps
 
 
 def test_what_went_elsewhere_during_the_recorded_call_is_not_replayed_from(toy_model, toy_batch, assert_exact):
-    """An attached tensor that moves during the recorded call is not replayed from. 8-bit layers move their scales off
-    the weight in their first call."""
+    """8-bit layers move their scales off the weight in their first call."""
 
     def setup(block):
         block.up.weight.scale, block.state = scale_of(3), SimpleNamespace(scale=None)

@@ -99,6 +99,7 @@ def test_sources_say_where_a_value_is_found(record, x):
         pytest.param(lambda block, x: x if x.sum() > 0 else -x, "_local_scalar_dense|is_nonzero", id="if"),
         pytest.param(lambda block, x: x[x > 0], "nonzero|index", id="masked"),
         pytest.param(lambda block, x: x.nonzero(), "nonzero", id="nonzero"),
+        pytest.param(lambda block, x: torch.cond(x.sum() > 0, block.inner, torch.sin, (x,)), "torch's cond", id="cond"),
         pytest.param(lambda block, x: torch.zeros(2).resize_(4), "another storage", id="resize"),
         pytest.param(lambda block, x: torch.zeros(2).set_(torch.ones(3)), "another storage", id="set"),
         pytest.param(

@@ -40,8 +40,7 @@ def buckets_in_place(block, hidden):
 
 
 def overwrites_what_nobody_differentiates(block, hidden):
-    """Overwrite x, which autograd saves for the sine although no gradient flows there. Autograd would refuse the sine's
-    backward. The exponential reads the overwritten version."""
+    """Overwrite x, which is saved for the sine, but has no gradient. The exponential reads the new version."""
     x = block.up(hidden)
     block.diagnostic = x.sin().detach()
     y = x.exp()
@@ -178,8 +177,7 @@ def outside(tape):
 
 
 def test_every_order_of_unpacks_gives_the_recorded_tensors(chain):
-    """In every order of unpacks, operators run at most once, tensors equal the recorded ones, and no value stays
-    live."""
+    """In each order, operators run at most once, tensors are the recorded ones, and no value stays live."""
     tape, recorder = chain
     assert verify(tape, recorder.bases) >= {v for v in tape.saved_values() if tape.values[v].source is None}
     store = StorageMap(outside(tape), frozenset(), frozenset())

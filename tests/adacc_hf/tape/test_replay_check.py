@@ -273,8 +273,7 @@ def llama(tiny_llama, token_batch):
 
 
 def test_llama_under_autocast_keeps_one_cast_of_three(llama):
-    """Under autocast LLaMA stores one cast of three for q, k and v, which read one tensor, and one of two for gate and
-    up."""
+    """LLaMA stores one cast of three for q, k and v, which read one tensor, and one of two for gate and up."""
     kind = llama[2].kinds[0]
     pairs = {(kind.values[d].name, kind.values[c].name) for d, c in kind.equal.items() if kind.values[d].saved}
     assert pairs == {

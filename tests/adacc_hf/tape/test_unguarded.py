@@ -151,6 +151,7 @@ A, B, AB = (
 )
 ACT = through(lambda b: b.act)
 BY_VARIABLE = scaled(lambda b: float(os.environ.get("ADACC_TEST_SCALE", "1")))
+LINEAR = with_layer(lambda: nn.Linear(8, 8))
 CASES = {
     "is an object": (chosen(lambda b: b.mark is MARK), holds(mark=Mark()), to("mark", MARK)),
     "is no object": (chosen(lambda b: b.mark is not MARK), holds(mark=MARK), to("mark", Mark())),
@@ -230,34 +231,18 @@ CASES = {
     ),
     "type of a number": (chosen(lambda b: isinstance(b.number, float)), holds(number=1), to("number", 1.0)),
     "truth for a number": (chosen(lambda b: b.number is True), holds(number=1), to("number", True)),
-    "transposed weight": (
-        ACT,
-        with_layer(lambda: nn.Linear(8, 8)),
-        lambda b: setattr(b.act.weight, "data", b.act.weight.data.t()),
-    ),
-    "hook on all modules": (ACT, with_layer(lambda: nn.Linear(8, 8)), hooked("forward_hook", doubled)),
-    "hook before all modules": (ACT, with_layer(lambda: nn.Linear(8, 8)), hooked("forward_pre_hook", halved)),
+    "transposed weight": (ACT, LINEAR, lambda b: setattr(b.act.weight, "data", b.act.weight.data.t())),
+    "hook on all modules": (ACT, LINEAR, hooked("forward_hook", doubled)),
+    "hook before all modules": (ACT, LINEAR, hooked("forward_pre_hook", halved)),
     "hook on a layer": (
         ACT,
         with_layer(nn.GELU),
         lambda b: b.act.register_forward_hook(lambda module, args, result: result * 1.5),
     ),
     "another layer": (ACT, with_layer(nn.GELU), with_layer(nn.Tanh)),
-    "function in place of a method": (
-        ACT,
-        with_layer(Activation),
-        in_part("act", "scaled", lambda b: torch.tanh),
-    ),
-    "pruned layer": (
-        ACT,
-        with_layer(lambda: nn.Linear(8, 8)),
-        lambda b: prune.l1_unstructured(b.act, "weight", amount=0.3),
-    ),
-    "parametrized layer": (
-        ACT,
-        with_layer(lambda: nn.Linear(8, 8)),
-        lambda b: parametrizations.weight_norm(b.act),
-    ),
+    "function in place of a method": (ACT, with_layer(Activation), in_part("act", "scaled", lambda b: torch.tanh)),
+    "pruned layer": (ACT, LINEAR, lambda b: prune.l1_unstructured(b.act, "weight", amount=0.3)),
+    "parametrized layer": (ACT, LINEAR, lambda b: parametrizations.weight_norm(b.act)),
     "forward of the blocks' class": (ACT, with_layer(nn.GELU), lambda b: PATCH.setattr(type(b), "forward", half)),
     "forward of a block": (ACT, with_layer(nn.GELU), lambda b: setattr(b, "forward", MethodType(half, b))),
     "class of a block": (

@@ -108,6 +108,12 @@ def test_a_change_that_cannot_be_restored_is_found(kind):
     assert changes_in_place(module)
 
 
+def test_an_iterator_counts_as_changed():
+    module = Counts(lambda self, x: None)
+    module.numbers = iter([1.0, 2.0])
+    assert BlockState(module, ()).find_changes() == "numbers"
+
+
 @pytest.mark.parametrize(
     ("make", "change"),
     [

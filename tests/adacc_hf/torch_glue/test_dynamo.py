@@ -127,6 +127,8 @@ def test_code_that_asks_whether_it_is_compiled_takes_its_eager_branch(is_compili
 
 # Untraceable code
 
+DRAWN = "a number is drawn from Python's random generator"
+
 
 @torch.compiler.disable
 def opaque(hidden):
@@ -142,26 +144,18 @@ def opaque(hidden):
         pytest.param(lambda block, hidden: hidden * np.random.rand(), "data-dependent", id="numpy's dice"),
         pytest.param(lambda block, hidden: block.nothing(hidden), "observed exception", id="error"),
         pytest.param(lambda block, hidden: hidden.tolist(), "tolist", id="data"),
+        pytest.param(lambda block, hidden: hidden * random.randint(1, 3), DRAWN, id="randint"),
+        pytest.param(lambda block, hidden: hidden * random.uniform(1.0, 2.0), DRAWN, id="uniform"),
     ],
 )
 def test_what_cannot_be_traced_has_a_reason_in_one_line(code, reason):
-    block = Block(code)
+    block, state = Block(code), random.getstate()
     with pytest.raises(NotTraceableError) as error_info:
         trace_block(block)
     message = str(error_info.value)
     assert reason.lower() in message.lower()
     assert 0 < len(message) <= 200
     assert "\n" not in message
-
-
-@pytest.mark.parametrize(
-    "draw", [lambda: random.randint(1, 3), lambda: random.uniform(1.0, 2.0), lambda: random.randrange(2, 5)]
-)
-def test_numbers_from_pythons_dice_cannot_be_traced(draw):
-    """Numbers from Python's random generator cannot be traced."""
-    state = random.getstate()
-    with pytest.raises(NotTraceableError, match="a number is drawn from Python's random generator"):
-        trace_block(Block(lambda block, hidden: block.layer(hidden) * draw()))
     assert random.getstate() == state
 
 

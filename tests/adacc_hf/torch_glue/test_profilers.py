@@ -1,13 +1,14 @@
 """A process has one session of torch's profiler: the user's takes precedence, and threads wait for each other's."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import profiler
 
-from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf import AdaccConfig, AdaccSession, apply_policy, profile_model
 from adacc_hf.artifacts.errors import ConcurrentCallError, ProfilerConflictError
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.meters import CpuMemoryMeter
@@ -112,6 +113,22 @@ def test_profiles_in_several_threads_are_right(tiny_gpt2, token_batch):
     for profile in profiles:
         assert [kind.digest for kind in profile.kinds] == [kind.digest for kind in alone.kinds]
         assert profile.plain_stored_bytes == alone.plain_stored_bytes
+
+
+@pytest.mark.parametrize("is_forward", [True, False])
+def test_a_first_step_in_other_threads(tiny_gpt2, token_batch, is_forward):
+    model = tiny_gpt2()
+    optimizer = torch.optim.SGD(model.parameters())
+    session = AdaccSession(model, optimizer, memory_budget=1.0)
+    with ThreadPoolExecutor(1) as thread:
+        if is_forward:
+            with pytest.raises(ConcurrentCallError, match="in another thread"), session.step(token_batch()):
+                thread.submit(lambda: model(**token_batch())).result()
+            return
+        with session.step(token_batch()):
+            thread.submit(model(**token_batch()).loss.backward).result()
+            optimizer.step()
+    assert session.policy is not None
 
 
 def test_one_model_in_two_threads_is_refused(tiny_gpt2, token_batch):

@@ -2,6 +2,7 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 import torch
@@ -42,6 +43,12 @@ class Overwriting(Block):
         return x + self.down(hidden.relu_())
 
 
+class Differentiating(Block):
+    def forward(self, x):
+        (slope,) = torch.autograd.grad(self.up(x).tanh().sum(), x, create_graph=True)
+        return x + slope + self.down(F.gelu(self.up(x)))
+
+
 def gradients(block, is_checkpointed, change=lambda block: None, restore=lambda block: None):
     torch.manual_seed(0)
     x = torch.randn(2, 5, 8, requires_grad=True)
@@ -54,8 +61,8 @@ def gradients(block, is_checkpointed, change=lambda block: None, restore=lambda 
 
 @pytest.mark.parametrize(
     "build",
-    [Block, lambda: Block(nn.RReLU()), lambda: Block(nn.Dropout(0.3)), Sorting, Overwriting],
-    ids=["dropout", "RReLU last", "dropout last", "sorting", "in place"],
+    [Block, lambda: Block(nn.RReLU()), lambda: Block(nn.Dropout(0.3)), Sorting, Overwriting, Differentiating],
+    ids=["dropout", "RReLU last", "dropout last", "sorting", "in place", "autograd.grad"],
 )
 def test_the_gradients_are_those_of_plain_training(build):
     block = build().train()
@@ -67,10 +74,9 @@ def test_the_gradients_are_those_of_plain_training(build):
 
 def test_a_run_ends_at_its_last_saved_tensor_only_if_that_gives_the_same_bits():
     plain, noisy = Block(), Block(nn.RReLU())
-    assert second_run.must_compare(plain)
     for block in (plain, noisy):
+        assert not second_run.may_end_early(block)
         gradients(block, is_checkpointed=True)
-        assert not second_run.must_compare(block)
     assert second_run.may_end_early(plain)
     assert not second_run.may_end_early(noisy)
 
@@ -101,10 +107,10 @@ def test_a_second_run_on_lossy_inputs_may_differ_and_ends_where_it_gives_its_own
 
 
 def test_a_measurement_in_another_thread_changes_nothing():
-    block = Block()
+    call = Block(), True, True
     with ThreadPoolExecutor(1) as thread, second_run.measuring():
-        assert not second_run.must_compare(block)
-        assert thread.submit(second_run.must_compare, block).result()
+        assert second_run.comparison(*call) is None
+        assert thread.submit(second_run.comparison, *call).result() is not None
 
 
 @pytest.mark.parametrize("size", [2, 1001, 2**18, 2**19 + 3])
@@ -135,13 +141,16 @@ CHANGES = {
     "class attribute": (lambda b: setattr(Block, "factor", 2.0), lambda b: setattr(Block, "factor", 1.0)),
     "hook": (hooked, lambda b: b.handle.remove()),
     "dropout rate": (lambda b: setattr(b.drop, "p", 0.5), lambda b: setattr(b.drop, "p", 0.1)),
-    "mode": (lambda b: b.eval(), lambda b: b.train()),
     "submodule": (lambda b: setattr(b, "last", nn.ReLU()), lambda b: setattr(b, "last", nn.Identity())),
     "weight": (lambda b: b.up.weight.data.mul_(2.0), lambda b: b.up.weight.data.div_(3.0)),
+    "mode": (lambda b: b.eval(), lambda b: b.train()),  # found only if the second run is complete, as numbers are equal
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_before_backward_stops_training(name):
+@pytest.mark.parametrize(("name", "num_calls_before"), [*product(list(CHANGES)[:-1], [0, 2]), ("mode", 0)])
+def test_a_change_before_backward_stops_training(name, num_calls_before):
+    block = Block().train()
+    for _ in range(num_calls_before):
+        gradients(block, is_checkpointed=True)
     with pytest.raises(CheckpointMismatchError, match="changed between forward and backward"):
-        gradients(Block().train(), True, *CHANGES[name])
+        gradients(block, True, *CHANGES[name])
