@@ -166,6 +166,7 @@ class LastRows:
         finally:
             with without_modes():
                 total = checksum_of_bytes(torch.cat([row.to(rows[0].device) for row in rows])) if rows else 0
+            rows.clear()  # autograd keeps `pack_noted`
             if is_first:
                 self._first = total
             elif not _is_equal(self._first, total):
