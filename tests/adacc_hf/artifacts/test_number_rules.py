@@ -87,8 +87,7 @@ def test_rules_are_exact_or_above_in_the_measured_batches(columns):
 
 
 def test_a_line_above_the_measured_sizes_does_not_follow_from_two_close_ones():
-    """2 x 129 and 3 x 88 tokens differ by 2 %, and their peaks by their shapes. The numbers are measured peaks of a
-    step."""
+    """2 x 129 and 3 x 88 tokens differ by 2 %, and their measured peaks by their shapes."""
     peaks = {(3, 40): 17_924_788, (2, 72): 20_348_560, (2, 104): 26_539_152, (2, 129): 31_378_402, (3, 88): 31_840_564}
     interpolation = Interpolation([(samples * length, peak) for (samples, length), peak in peaks.items()])
     assert interpolation((), 4 * 129) == pytest.approx(56_097_404, rel=0.01)

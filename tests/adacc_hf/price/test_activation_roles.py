@@ -35,8 +35,7 @@ def gpt2_profiles(tiny_gpt2, token_batch):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_roles_of_a_gpt2_block(gpt2_profiles, attention):
-    """Roles are the paper's classes (section 3.2). On the CPU attention with dropout runs unfused, so both have a
-    softmax."""
+    """Roles are the paper's classes (section 3.2)."""
     kind = gpt2_profiles[attention, False].kinds[0]
     counts = {}
     for value in kind.activations:

@@ -34,8 +34,7 @@ def test_small_activations_are_never_compressed(tiny_gpt2, token_batch):
 
 
 def test_outlier_channels_of_a_block_input_are_kept(toy_model, toy_batch, monkeypatch):
-    """Outlier channels of a block input are kept, also if autograd does not save it, because replay may start from
-    it."""
+    """Outlier channels of a block input are kept, even if autograd does not save it: replay may start there."""
     model = toy_model(lambda block, hidden: hidden + block.down((2 * hidden).tanh()), num_blocks=2)
     with torch.no_grad():
         model.layers[0].down.weight[3].fill_(100.0)
@@ -83,8 +82,7 @@ def _with_large_channel(model, scale):
 @pytest.mark.parametrize(("scale", "codec"), [(1.0, "int8"), (1e4, "fp8")])
 @pytest.mark.parametrize("max_error", [None, 0.1])
 def test_a_block_input_takes_the_more_exact_codec_of_eight_bits(toy_model, toy_batch, scale, codec, max_error):
-    """A block input has one option of eight bits, the more exact one. A second option would only enlarge the
-    program."""
+    """A block input has one option of eight bits, the more exact one."""
     model = _with_large_channel(toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh())), scale)
     offered = _codecs_of_inputs(model, toy_batch(64), max_error=max_error)
     assert set(offered) == {codec}

@@ -28,8 +28,7 @@ def counted_times():
 
 @pytest.mark.parametrize(("threads", "clock_name"), [(1, "thread_time"), (2, "perf_counter")])
 def test_the_median_ignores_one_interruption(monkeypatch, threads, clock_name):
-    """One interruption of a second among five runs does not change the median. With one thread, CPU time is the
-    clock."""
+    """One interruption of a second among five runs does not change the median."""
     clock = iter([0.0, 0.002, 1.0, 1.002, 2.0, 3.0, 4.0, 4.003, 5.0, 5.002])
     monkeypatch.setattr(f"adacc_hf.price.timing.time.{clock_name}", lambda: next(clock))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -92,8 +91,7 @@ def test_a_gpu_is_not_timed_while_it_waits_for_launches(monkeypatch, host_s, dev
 
 
 def test_a_run_that_waits_for_the_gpu_does_not_wait_longer_each_time(monkeypatch):
-    """Repeated runs that wait for the GPU do not take longer each time, because the work that delays it is part of the
-    wait."""
+    """Repeated runs that wait for the GPU do not take longer each time: the wait has the work that delays it."""
     gpu = Gpu()
     gpu.put_in_place(monkeypatch)
 
@@ -125,8 +123,7 @@ def test_repeats_on_a_gpu_find_nothing_in_its_cache(monkeypatch):
 
 
 def test_a_cache_is_flushed_by_reading_more_than_it_holds(monkeypatch):
-    """A flush reads more than the cache holds. It writes nothing, because dirty lines would be written back during the
-    run."""
+    """A flush reads more than the cache holds."""
     cache_bytes, read = 3 * 2**20, []
 
     class Noted(TorchDispatchMode):

@@ -57,8 +57,7 @@ def plainly_saved(model, batch):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
 def test_what_is_given_back_looks_like_what_was_saved(tiny_gpt2, token_batch, monkeypatch, attention, autocast):
-    """An unpacked tensor has the dtype, size, stride, offset and bits of the saved one (rule R2; policies are
-    lossless)."""
+    """An unpacked tensor has the dtype, geometry and bits of the saved one (rule R2; policies are lossless)."""
     model, batch = tiny_gpt2(attention), token_batch()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         saved = plainly_saved(model, batch)
@@ -157,8 +156,7 @@ def any_policy(request, gpt2_profile):
 
 
 def test_nothing_outlives_a_graph_that_is_dropped(tiny_gpt2, token_batch, any_policy):
-    """Stored bytes are freed with the loss, or with the graph after a backward, without garbage collection (rule
-    R11)."""
+    """Stored bytes are freed with the loss, or with the graph after a backward, without a collection (R11)."""
     model, batch = tiny_gpt2("eager"), token_batch()
     gc.collect()
     gc.disable()

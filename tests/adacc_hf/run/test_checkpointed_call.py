@@ -168,8 +168,7 @@ def test_a_place_without_a_tensor_for_the_codec_changes_nothing(arguments):
 
 
 def test_an_input_that_the_call_changes_is_held_as_it_is(block):
-    """An input that the call changes is held unencoded, because the tensor itself is restored before the second
-    forward."""
+    """An input that the call changes is held unencoded, because it is itself restored before the second forward."""
 
     def overwrites(hidden):
         return block(hidden) + hidden.detach().mul_(2)
@@ -181,8 +180,7 @@ def test_an_input_that_the_call_changes_is_held_as_it_is(block):
 
 @pytest.mark.parametrize("wants_gradients", [False, True])
 def test_the_second_forward_is_given_what_wants_gradients_as_the_first(block, wants_gradients, capsys):
-    """In the second forward the same inputs require gradients as in the first, so that autograd saves the same
-    tensors."""
+    """In the second forward the same inputs require gradients, so that autograd saves the same tensors."""
 
     def says(hidden):
         print(hidden.requires_grad)  # a list would be restored before the second forward
