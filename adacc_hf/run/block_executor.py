@@ -17,7 +17,7 @@ from adacc_hf.kernels.codecs import Codec, Coder
 from adacc_hf.run.blocks import Strategy
 from adacc_hf.run.call import Call, Recording
 from adacc_hf.run.checkpointed_call import run_checkpointed
-from adacc_hf.run.entries import OTHER_RANKS, OUT_OF_PLACE, UNTRAINED, Entry, PlanEntries
+from adacc_hf.run.entries import OTHER_OPERATORS, OTHER_RANKS, OUT_OF_PLACE, UNTRAINED, Entry, PlanEntries
 from adacc_hf.tape.call_key import CallKey, KnownShapes
 from adacc_hf.tape.execution_plan import ExecutionPlan, codec_of
 from adacc_hf.tape.guards import GraphOfCall
@@ -37,6 +37,8 @@ class BlockExecutor:
         self.name = name
         self.plan = plan
         self._is_plain = plan.is_plain
+        self._precision: Any = None
+        """Precision of the first call, if the plan is plain: other precisions may take more memory."""
         self._input_codecs = {place: (value, codec_of(plan.choice(value))) for value, place in plan.places}
         """(value, codec) of each compressed input of a checkpointed block, by the input's place among the arguments."""
         self._must_be_checkpointed = plan.kind == IDLE_KIND or any(
@@ -71,8 +73,14 @@ class BlockExecutor:
         if self._must_be_checkpointed:
             self.tape_cache.fallbacks.add(UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS, self.name)
             return checkpoint_call(fn, *args, block=block)
-        if self._is_plain and (self.entries.recorded or self.entries.bases):
-            return fn(*args)
+        if self._is_plain:
+            precision, before = _precision(args), self._precision
+            self._precision = before or precision
+            if before == precision and (self.entries.recorded or self.entries.bases):
+                return fn(*args)
+            if before not in (None, precision):
+                self.tape_cache.fallbacks.add(OTHER_OPERATORS, self.name)
+                return checkpoint_call(fn, *args, block=block)
         key = self.known_shapes.key(block, fn, args, kwargs, self.plan.tiling)
         if key is None:
             return self._run_untraced(block, fn, args)
@@ -275,6 +283,12 @@ class BlockExecutor:
             return False
         tapes = self.tape_cache.tapes_of_kind(self.plan.kind)
         return bool(tapes) and not any(tape.slots for tape in tapes)
+
+
+def _precision(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return True under autocast, and the dtypes of the tensors among `args`."""
+    tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
+    return any(torch.is_autocast_enabled(t.device.type) for t in tensors[:1]), *(t.dtype for t in tensors)
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:

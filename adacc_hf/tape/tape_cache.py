@@ -112,6 +112,8 @@ class TapeCache:
         """The latest call key and its sizes, cached because consecutive blocks of a model have equal keys."""
         self._orders: dict[str, tuple[int, ...]] = {}
         """Order in which backward unpacks saved tensors, by `Tape.structure`. It does not depend on sizes."""
+        self.has_profile = False
+        """True if the plans were made for a profile of this run, whose model may run other operators by now."""
         self.untraceable: Untraceable = OrderedDict()
         """Calls of the model's blocks that Dynamo cannot trace."""
         self.fallbacks = Fallbacks()
@@ -163,6 +165,7 @@ class TapeCache:
     def expect_orders(self, kinds: Iterable[KindProfile]) -> None:
         """Expect backward to unpack saved tensors in the order that was observed when the `kinds` of blocks were
         profiled."""
+        self.has_profile = True
         for kind in kinds:
             if kind.untrusted is None:
                 self._expect_order(kind.digest, unpack_order(kind.backward))
