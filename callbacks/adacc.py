@@ -35,6 +35,9 @@ from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
+ADDED_LATE = (
+    "AdaccCallback was added while its Trainer trains: pass it in callbacks=[...], or add it before trainer.train()"
+)
 KEEP_ATTACHED = "call detach() after training only, and let errors of training_step end the run"
 REPORT, COMPILED_REPORT = "adacc_hf.reports.report", "adacc_hf.compiler.graph_report"
 """Modules that make reports, imported by name when a report is requested, because callbacks/ must not import report
@@ -151,12 +154,19 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
             saved = broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, config))
         session.begin(saved, state.global_step)
 
+    @property
+    def _begun(self) -> AdaccSession:
+        """The session of the current run. Raises RuntimeError if no run has begun with this callback."""
+        if self._session is None:
+            raise RuntimeError(ADDED_LATE)
+        return self._session
+
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
     ) -> None:
-        if self._session.is_closed:
+        if self._begun.is_closed:
             refuse_uncovered(self.config, ALL_BLOCKS, "this callback was detached", KEEP_ATTACHED)
-            self._session.state.warn_once(
+            self._begun.state.warn_once(
                 "Adacc: training continues at step %d after this callback was detached: the model trains without a "
                 "policy and without memory_budget=%r. To avoid this, %s",
                 state.global_step,
@@ -164,33 +174,33 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
                 KEEP_ATTACHED,
             )
         if self._steps is None:
-            self._session.state.loop.num_micro = args.gradient_accumulation_steps  # which may change during the run
-        self._session.begin_step(state.global_step, optimizer)
+            self._begun.state.loop.num_micro = args.gradient_accumulation_steps  # which may change during the run
+        self._begun.begin_step(state.global_step, optimizer)
         if self._guard is None:  # a loop that calls the events alone
-            self._session.phase.begin_micro_batch(None)
+            self._begun.phase.begin_micro_batch(None)
 
     def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(inputs, Step):
             assert self._steps is not None  # which has made it
             return self._steps.train(step, model, inputs, *args, **kwargs)
-        return self._session.train(partial(step, model, inputs, *args, **kwargs), inputs)
+        return self._begun.train(partial(step, model, inputs, *args, **kwargs), inputs)
 
     def _compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        phase = self._session.phase
+        phase = self._begun.phase
         if model.training:
             phase.begin_forward(inputs)
         result = compute(model, inputs, *args, **kwargs)
-        self._session.phase.note_loss(result, inputs)
+        self._begun.phase.note_loss(result, inputs)
         return result
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self._session.begin_optimizer_step()
+        self._begun.begin_optimizer_step()
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self._session.phase.end_optimizer_step()
+        self._begun.phase.end_optimizer_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._session.end_step(state.global_step)
+        self._begun.end_step(state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._save(run_folder(args, self._trainer), state)
@@ -205,19 +215,19 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def _save(self, folder: str, state: TrainerState) -> None:
         if state.is_world_process_zero:
             checkpoint = Path(folder) / f"checkpoint-{state.global_step}"
-            with self._session.state.warning_of_write_errors(checkpoint):
+            with self._begun.state.warning_of_write_errors(checkpoint):
                 drop_files(checkpoint)
-                self._session.phase.save(checkpoint)
+                self._begun.phase.save(checkpoint)
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
-        if is_training_log(logs):
-            add_to_log(logs, state, self._session.phase.figures(logs))
+        if self.session is not None and is_training_log(logs):
+            add_to_log(logs, state, self._begun.phase.figures(logs))
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         try:
-            self._session.phase.ends()
+            self._begun.phase.ends()
         finally:
             self.detach()
 

@@ -18,8 +18,7 @@ callbacks/ must not import compiler/, and because Inductor is slow to import."""
 
 
 class CompiledPhase(Phase):
-    """Phase of training with compiled graphs. The graphs are partitioned so that the stored bytes stay within the
-    budget (compiler/compiled_run.py)."""
+    """Phase of training with compiled graphs, whose stored bytes stay within the budget (compiler/compiled_run.py)."""
 
     def __init__(self, run: RunState, checkpoint: str | Path | None) -> None:
         self._run = run

@@ -37,8 +37,7 @@ def refuse_context_parallel(trainer: Trainer) -> None:
 
 
 def refuse_second_run(callback: TrainerCallback, trainer: Trainer | None) -> None:
-    """Raise RuntimeError if a Trainer begins a run with `callback` while the run of another Trainer, `trainer`, uses
-    it. `trainer` is None if no run uses the callback."""
+    """Raise RuntimeError if `callback` begins a run while another Trainer, `trainer` unless None, uses it."""
     caller = calling_trainer(callback)
     if trainer is not None and caller is not None and caller[0] is not trainer:
         raise RuntimeError(
@@ -58,8 +57,7 @@ def refuse_second_callback(callback: TrainerCallback, trainer: Trainer) -> None:
 
 
 def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
-    """Return True if the run's TrainingArguments or the settings of `accelerate launch` switch torch.compile on. Raises
-    ValueError for a backend other than Inductor, because the other backends have no partitioner."""
+    """Return True if the run uses torch.compile. Raises ValueError for a backend without partitioner: not Inductor."""
     launch_backend = None if trainer is None else compiler_of(trainer)
     backend = launch_backend or (args.torch_compile_backend if args.torch_compile else None)
     if backend is None:
@@ -73,8 +71,7 @@ def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
 
 
 def refuse_offload(args: TrainingArguments) -> None:
-    """Raise ValueError if a setting of Transformers or TRL moves activations to host memory, because the policy decides
-    which activations to move."""
+    """Raise ValueError if a setting of Transformers or TRL moves activations to the host, as the policy may."""
     settings = {f"{name}_kwargs": getattr(args, f"{name}_kwargs", None) for name in (CHECKPOINTING, FLAG)}
     kwargs = {name: each for name, each in settings.items() if isinstance(each, dict)}
     offloads = [f"{name}={{'offload': True}}" for name, each in kwargs.items() if each.get("offload")]
@@ -87,8 +84,7 @@ def refuse_offload(args: TrainingArguments) -> None:
 
 
 def refuse_host_memory(config: AdaccConfig) -> None:
-    """Raise ValueError if the settings require compiled graphs to store payloads in host memory, which is not
-    supported."""
+    """Raise ValueError if compiled graphs are to store payloads in host memory."""
     if config.host_memory is not None:
         raise ValueError(
             f"host_memory={config.host_memory!r} with torch_compile=True: compiled graphs keep all payloads on the "
@@ -97,8 +93,7 @@ def refuse_host_memory(config: AdaccConfig) -> None:
 
 
 def warn_of_checkpointing(args: TrainingArguments, model: nn.Module, config: AdaccConfig) -> None:
-    """Warn, if gradient checkpointing is on, that the policy replaces it. TRL's arguments switch checkpointing on by
-    default."""
+    """Warn, if gradient checkpointing is on, as in TRL by default, that the policy replaces it."""
     if getattr(args, CHECKPOINTING, False):  # without a Trainer, the arguments may lack this field
         log.warning(
             "Adacc: %s=True%s: a policy replaces checkpointing. The policy's peak may be higher than the peak of "

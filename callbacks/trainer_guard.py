@@ -63,8 +63,7 @@ class TrainerGuard:
         return guard
 
     def leave(self, callback: TrainerCallback) -> None:
-        """Remove `callback` from the guard. If no callback remains, restore the Trainer's methods. Further calls have
-        no effect."""
+        """Remove `callback`. Restore the Trainer's methods after the last one. Further calls have no effect."""
         if self._on_failure.pop(callback, None) is None or self._on_failure:
             return
         while self._undo:
@@ -82,8 +81,7 @@ class TrainerGuard:
             self._handler.callbacks = self._before
 
     def wrap(self, name: str, around: Callable[..., Any]) -> None:
-        """Replace the Trainer's method `name` by `around(method, *args, **kwargs)`. The method is restored when `leave`
-        has been called for all callbacks of the guard."""
+        """Replace the Trainer's method `name` by `around(method, *args, **kwargs)` until all callbacks have left."""
         method = getattr(self.trainer, name)
         self._set(self.trainer, name, partial(around, method))
 
@@ -91,22 +89,26 @@ class TrainerGuard:
         self._set(self.trainer, _ATTRIBUTE, self)
         for name in GUARDED_METHODS:
             self._guard(self.trainer, name)
-        self._guard(self._handler, "on_epoch_begin")
+        for name in ("on_epoch_begin", "remove_callback", "pop_callback"):
+            self._guard(self._handler, name)
         for later in self._before[self._before.index(callback) + 1 :]:
             self._guard(later, "on_train_begin")
 
     def _guard(self, owner: Any, name: str) -> None:
-        """Wrap the method `name` of `owner`. If the method raises, the function `on_failure` of every callback is
-        called."""
+        """Wrap the method `name` of `owner`. If it raises, `on_failure` of every callback is called, and else that of
+        each callback that was removed from the Trainer during the run."""
         method = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            has_failed = True
             try:
-                return method(*args, **kwargs)
-            except BaseException:
-                for on_failure in list(self._on_failure.values()):
-                    on_failure()
-                raise
+                result = method(*args, **kwargs)
+                has_failed = False
+                return result
+            finally:
+                for callback, on_failure in list(self._on_failure.items()):
+                    if has_failed or callback not in self._handler.callbacks:
+                        on_failure()
 
         self._set(owner, name, call)
 

@@ -16,8 +16,7 @@ from adacc_hf.adapt.training_loop import TrainingLoop
 
 
 class TrainerLoop(TrainingLoop):
-    """Properties of the training loop of a Trainer. If `trainer` is None, the properties come from the
-    TrainingArguments."""
+    """Properties of a Trainer's training loop, from the TrainingArguments alone if `trainer` is None."""
 
     def __init__(self, args: TrainingArguments, state: TrainerState, trainer: Trainer | None) -> None:
         self._is_first_rank, self._trainer = state.is_world_process_zero, trainer
@@ -72,8 +71,7 @@ def is_training_log(logs: dict[str, float] | None) -> TypeGuard[dict[str, float]
 
 
 def add_to_log(logs: dict[str, float], state: TrainerState, metrics: dict[str, float]) -> None:
-    """Add `metrics` to `logs`, which the Trainer passes to later callbacks, and to the copy of `logs` in
-    `state.log_history`."""
+    """Add `metrics` to `logs`, which later callbacks get, and to the copy of `logs` in `state.log_history`."""
     logs.update(metrics)
     if state.log_history:
         state.log_history[-1].update(metrics)

@@ -130,8 +130,7 @@ def private_names() -> set[str]:
 
 
 def private_reads(text: str, names: set[str]) -> list[str]:
-    """Return the lines of a test file that read an attribute of `names` of another object, or patch it by name. Names
-    that the file defines are its own."""
+    """Return the lines of a test file that read an attribute of `names` of another object, or patch it by name."""
     foreign = names - set(re.findall(r"(?:\bdef |\bclass |\bself\.)(_[A-Za-z]\w*)", text))
     lines = [line for line in text.splitlines() if not line.lstrip().startswith(("import ", "from "))]
     return [line for line in lines if not foreign.isdisjoint(filter(None, chain(*READ.findall(line))))]

@@ -62,11 +62,8 @@ def uncollated(loader: Any) -> Iterator[Callable[[list[Any]], Any]]:
 
 
 class PaddedSizes:
-    """Shapes of the batches that a collate_fn makes of samples, learned from its batches.
-
-    The second dimension of each tensor follows from the longest list of one of the samples' fields, rounded up to a
-    multiple, or it is constant. All dimensions after it are constant.
-    """
+    """Shapes of a collate_fn's batches, learned from them. The second dimension of a tensor is the longest list of a
+    field, rounded up to a multiple, or constant, as all later dimensions are."""
 
     def __init__(self) -> None:
         self.fields: list[str] = []
@@ -153,8 +150,7 @@ class ByteBatches:
             self._load(Path(run.checkpoint) / BATCHES_FILE)
 
     def steps(self, loader: Any) -> Iterator[list[tuple[dict[str, Any], float]]]:
-        """Yield the micro-batches of each optimizer step, on the model's device, with their weights. A batch of
-        `loader` has the samples of one step."""
+        """Yield each step's micro-batches, on the model's device, with weights. A batch of `loader` is one step."""
         device = next(self._run.model.parameters()).device
         with uncollated(loader) as collate_fn:
             for samples in loader:

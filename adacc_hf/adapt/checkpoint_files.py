@@ -76,10 +76,7 @@ def drop_files(folder: str | Path) -> None:
 
 
 def save_files(folder: str | Path, policy: Policy, profile: Profile | None) -> None:
-    """Write the policy and the profile into `folder`, each atomically.
-
-    Without a profile, the profile of another policy is removed.
-    """
+    """Write the policy and the profile into `folder`, each atomically. Without a profile, remove an older one."""
     path, profile_path = Path(folder) / POLICY_FILE, Path(folder) / PROFILE_FILE
     if profile is not None:
         profile.save(profile_path)

@@ -137,8 +137,7 @@ class MeasuringCodec:
 
 
 def full_name(profile: Profile, key: tuple[int, int]) -> str:
-    """Return the name of the activation (kind of block, value), unique in `profile`, such as
-    "GPT2Block.attn:clone#2"."""
+    """Return the name of the activation (kind of block, value), such as "GPT2Block.attn:clone#2"."""
     kind, value = key
     return f"{numbered_names(kind.block_class for kind in profile.kinds)[kind]}.{profile.kinds[kind].names[value]}"
 
@@ -189,8 +188,7 @@ def with_static_memory(profile: Profile, extra_bytes: int) -> Profile:
 
 
 def repriced_choice(kind: KindProfile, value: int, choice: Choice) -> Choice:
-    """Return `choice` (the action for `value`) with its codec's options as they are now in `kind`, the profile of the
-    block. Return `choice` unchanged if its codec is no longer an option."""
+    """Return `choice` for `value` with its codec's options in `kind`, or unchanged if its codec is no option now."""
     option = next((option for option in kind.codec_options(value) if option.codec == choice.codec), None)
     return choice if option is None else replace(choice, options=option.options)
 

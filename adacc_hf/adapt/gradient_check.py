@@ -49,8 +49,7 @@ def gradient_error(exact: Iterable[Tensor | None], other: Iterable[Tensor | None
 
 
 class IdentityCodec:
-    """A codec that stores an uncompressed copy of the tensor. Replaces the codecs of values whose effect on the error
-    is left out."""
+    """A codec that stores a copy, in place of the codec of a value whose effect on the error is left out."""
 
     name = "uncompressed"
     lossless = True
@@ -219,11 +218,8 @@ def find_culprits(
 
 
 def comparison_peaks(profile: Profile) -> dict[str, int]:
-    """Return, for each block by name, the peak of live bytes while the block's gradient is compared after a step.
-
-    The exact backward runs first, and the exact gradients are kept during the backward under the policy. The run under
-    the policy stores no more activations than the exact run.
-    """
+    """Return, for each block by name, the peak of live bytes while its gradient is compared after a step. The exact
+    backward runs first, and its gradients are kept during the backward under the policy, which stores no more."""
     peaks = []
     for kind in profile.kinds:
         plain = Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))

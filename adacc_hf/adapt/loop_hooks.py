@@ -111,7 +111,8 @@ class LoopHooks:
 
     def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:
         self._run.has_stepped = True
-        self._run.phase.begin_optimizer_step()
+        if self.num_forwards:  # else a closure calls the model
+            self._run.phase.begin_optimizer_step()
         if self._run.num_steps == 0 and not _have_gradients(_parameters(optimizer)):
             self._warn_of_other_model()
 
@@ -161,8 +162,7 @@ def _have_gradients(parameters: list[Any]) -> bool:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model that a user's loop trains inside DistributedDataParallel, or `model` itself if it is not
-    wrapped.
+    """Return the model inside DistributedDataParallel, or `model` itself if it is not wrapped.
 
     Raises TypeError if `model` is not a torch.nn.Module, and ValueError for nn.DataParallel.
     """
@@ -193,11 +193,7 @@ def unwrapped_optimizer(optimizer: Any) -> Optimizer:
 
 
 def warn_of_model_checkpointing(model: nn.Module, memory_budget: str | float | int) -> None:
-    """Warn, if gradient checkpointing is on in `model`, that the policy replaces it.
-
-    Call this function before a policy is applied. LLaMA-Factory and ms-swift switch checkpointing on in the model, by
-    their own settings.
-    """
+    """Warn, before a policy is applied, if checkpointing is on in `model`: LLaMA-Factory and ms-swift set it there."""
     if getattr(model, f"is_{CHECKPOINTING}", False):
         log.warning(
             "Adacc: gradient checkpointing is on in the model, though not in the arguments: a policy replaces "

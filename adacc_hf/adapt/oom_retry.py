@@ -35,12 +35,8 @@ OTHER = "activation, temporary or input"
 
 
 def tighter_budget(policy: Policy, profile: Profile, budget: Budget) -> int | float:
-    """Return a budget that is 10 % below the current budget or the predicted need of the current policy, whichever is
-    smaller.
-
-    If the budget is a limit on peak memory, the result is a number of bytes (int). Otherwise the result is a fraction
-    of the bytes that plain training stores (float).
-    """
+    """Return a budget 10 % below the current one, or below the need of `policy` if less: bytes (int) if the budget
+    limits the peak, else a fraction of plain training's stored bytes (float)."""
     if budget.limits_peak:
         return int(TIGHTER * min(budget.nbytes, policy.predicted_peak_bytes))
     stored = min(budget.nbytes, policy.predicted_stored_bytes)
@@ -58,10 +54,7 @@ class SavedGradients:
         ]
 
     def restore(self) -> str | None:
-        """Restore the gradients after a failed backward.
-
-        Return None, or the reason why the gradients cannot be restored.
-        """
+        """Restore the gradients after a failed backward. Return None, or the reason why this is impossible."""
         for parameter, gradient, version in self._gradients:
             if gradient is not None and version_of(gradient) != version:
                 return "the failed backward has changed gradients of earlier micro-batches in place"
@@ -82,11 +75,9 @@ def run_with_retry(
 ) -> Any:
     """Call `run` and return its result. If memory runs out, and `retries`, call it again with equal random numbers.
 
-    Before the second attempt, `tighten` is called to apply a policy that needs less memory. `tighten` returns None, or
-    the reason why there is no such policy. Raises torch.OutOfMemoryError, whose message includes the result of
-    `advice`, if the first attempt cannot be repeated, or if the second attempt runs out of memory too. In both cases
-    the text returned by `report`, which describes the memory of the failed attempt, is logged. `report` is called while
-    the tensors of this attempt are alive.
+    Before, `tighten` applies a policy that needs less memory. It returns None, or the reason why there is none. If the
+    first attempt cannot be repeated, or the second one fails too, raise torch.OutOfMemoryError with `advice`, and log
+    `report`, which is called while the attempt's tensors are alive.
     """
     if not retries:
         with memory_reported(report):
@@ -147,8 +138,7 @@ def memory_table(model: nn.Module, optimizer: Any, policy: Policy | None, profil
     """Return a text table of the live memory of the device of `model` by purpose, each storage counted once, and of the
     memory planned by `policy` for `profile`, which are None if the step had no policy.
 
-    Call this while the out-of-memory error is being handled, because the error's traceback keeps the step's tensors
-    alive. The call takes a second or two, because the garbage collector lists all objects.
+    Call this in a second or two, while the out-of-memory error is handled, whose traceback keeps the tensors alive.
     """
     device, seen = next(model.parameters()).device, set[int]()
     states = [] if optimizer is None else optimizer_tensors(optimizer)
@@ -195,8 +185,7 @@ def _new_storages(
 
 
 def _parts_for_table(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors that hold the memory of `tensor`: several if it wraps others, as a quantized tensor
-    does, and none if it has no memory."""
+    """Return the plain tensors that hold the memory of `tensor`: several, or none, if it wraps others."""
     try:
         parts = parts_with_memory(tensor)
         return [part for part in parts if part.untyped_storage().nbytes()]

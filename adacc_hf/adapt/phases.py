@@ -53,8 +53,7 @@ class WarmUpPhase(Phase):
     recorded for the profile (price/live_step.py)."""
 
     def __init__(self, run: RunState, saved: Sequence[Policy] = (), reason: str | None = None) -> None:
-        """Begin a run. A resumed run has `saved` policies in its checkpoint. A run with policies begins again, for a
-        `reason`."""
+        """Begin a run, with the `saved` policies of a checkpoint if it is resumed, or again, for a `reason`."""
         self._run, self._saved, self._reason = run, saved, reason
         self._num_before = run.num_steps
         """Number of finished steps of the run before this phase."""
@@ -170,8 +169,7 @@ class WarmUpPhase(Phase):
             refuse_uncovered(run.config, ALL_BLOCKS, f"{reason}, so it cannot be profiled", remedy)
 
     def _set_policy(self) -> None:
-        """Make the profile of the recorded micro-batch, run the solver, and follow the resulting policy from the next
-        step on."""
+        """Profile the recorded micro-batch, solve, and follow the policy from the next step on."""
         run, checkpointing = self._run, self._checkpointing
         assert self._profiler.live is not None  # every rank has recorded a micro-batch
         if not any(gather_from_all_ranks(bool(self._profiler.live.called))):
@@ -228,10 +226,7 @@ class WarmUpPhase(Phase):
 
 
 class FullRecompute(Installation):
-    """Installation of torch's own checkpoint in every block.
-
-    The model's head is chunked if the config allows no other head.
-    """
+    """Installation of torch's own checkpoint in every block, with a chunked head if the config allows no other."""
 
     def __init__(self, model: nn.Module, config: AdaccConfig) -> None:
         self.head = ChunkedHead(model) if config.heads == ("chunked",) else None
@@ -249,8 +244,7 @@ class FullRecompute(Installation):
         self.executed.names.clear()
 
     def skipped_blocks(self) -> list[str]:
-        """Return the names of the blocks that did not train on the most recent batch: all, or those that did not run
-        without gradients either (frozen blocks, which store no activations)."""
+        """Return the names of the blocks that the latest batch did not run. Frozen blocks count if none has trained."""
         untrained = super().skipped_blocks()
         if len(untrained) == len(self.blocks):
             return untrained

@@ -45,8 +45,7 @@ def excluded_action(policy: Policy, config: AdaccConfig) -> str | None:
 
 
 def excluded_codec(choices: Iterable[Choice], config: AdaccConfig) -> str | None:
-    """Return a text that names a lossy codec in `choices` and the setting that excludes it, or None if all codecs are
-    allowed."""
+    """Return a text that names a lossy codec in `choices` and the setting that excludes it, or None."""
     codecs = sorted({choice.codec for choice in choices if choice.codec and not codec_type(choice.codec).lossless})
     if not codecs or (Action.COMPRESS.value in config.actions and config.max_error != 0):
         return None
@@ -106,8 +105,7 @@ other reasons is CHANGE_BLOCKS."""
 
 
 def refuse_uncovered(config: AdaccConfig, blocks: str, reason: str, remedy: str) -> None:
-    """Raise UncoveredBlockError if `on_uncovered` is "error": `blocks` have no policy for a `reason`, and `remedy` is
-    an instruction, such as "pad batches to one size"."""
+    """If `on_uncovered` is "error", raise UncoveredBlockError: `blocks` have no policy, with `reason`, `remedy`."""
     if config.on_uncovered == "error":
         raise UncoveredBlockError(
             f"on_uncovered='error' allows no block without a policy, but {blocks} would train without one: {reason}. "
@@ -116,8 +114,7 @@ def refuse_uncovered(config: AdaccConfig, blocks: str, reason: str, remedy: str)
 
 
 def refuse_whole_blocks(config: AdaccConfig, policy: Policy, profile: Profile) -> None:
-    """If `on_uncovered` is "error", raise UncoveredBlockError for blocks that have no action per activation in
-    `policy`."""
+    """If `on_uncovered` is "error", raise UncoveredBlockError for blocks without an action per activation."""
     reasons = {kind.digest: kind.untrusted for kind in profile.kinds if kind.untrusted is not None}
     kinds = {name: policy.plans[index].kind for name, index in policy.blocks}
     names = [name for name, kind in kinds.items() if kind in reasons]
@@ -128,8 +125,7 @@ def refuse_whole_blocks(config: AdaccConfig, policy: Policy, profile: Profile) -
 
 
 def refuse_fallbacks(config: AdaccConfig, fallbacks: Fallbacks) -> None:
-    """If `on_uncovered` is "error", raise UncoveredBlockError for calls of a micro-batch that did not follow their
-    plan."""
+    """If `on_uncovered` is "error", raise UncoveredBlockError for calls that did not follow their plan."""
     for reason, names in fallbacks.blocks.items():
         refuse_uncovered(config, describe_blocks(names), reason, REMEDIES.get(reason, CHANGE_BLOCKS))
 

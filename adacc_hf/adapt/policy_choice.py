@@ -163,8 +163,7 @@ class PolicyChoice:
                 self._warn_of_checkpoint(shapes, reason)
 
     def _smallest_around(self, shapes: Shapes, bounds: Shapes | None) -> SizePolicy | None:
-        """Return the record of the smallest sizes in which a batch of `shapes` fits. If the batch belongs to a class,
-        the record must fit in the `bounds` of this class."""
+        """Return the record of the smallest sizes in which `shapes` fits, within the `bounds` of its class, if any."""
         around = [
             record
             for other, record in self.records.items()
@@ -202,8 +201,7 @@ class PolicyChoice:
         return record
 
     def add(self, measured: Profile, policy: Policy | None = None) -> SizePolicy:
-        """Add a record for the sizes of the profile `measured`, and follow it. Without a `policy`, one is solved: if
-        none fits the budget, that with the least memory."""
+        """Add a record for the profile `measured`, under `policy`, a solved one, or that with the least memory."""
         corrections = self._run.corrections
         base = self.fit.add(with_static_memory(measured, -corrections.static_bytes))  # it counts what was added since
         shapes = base.measured[0][0] or None
@@ -223,10 +221,7 @@ class PolicyChoice:
 
     def refresh(self, record: SizePolicy) -> None:
         """Apply the run's corrections to the profile of `record`. If its policy then exceeds the budget, or uses a
-        codec that is not allowed any more, solve at once. If it leaves much memory unused, solve when that pays.
-
-        If no policy fits, follow the one that needs the least memory.
-        """
+        codec that is not allowed any more, solve at once, else when it pays. If nothing fits, use the least memory."""
         corrections, run = self._run.corrections, self._run
         if record.version == corrections.version:
             return
@@ -279,8 +274,7 @@ class PolicyChoice:
         return 1e3 * max(float(dict(record.policy.facts).get("seconds", 0.0)) for record in self.records.values())
 
     def tighten(self, memory_budget: float | int) -> Policy:
-        """Solve for a smaller budget, and follow the new policy. Other sizes follow when they come. Raises
-        InfeasibleBudgetError if no policy fits. The old one then remains."""
+        """Solve for a smaller budget, and follow the policy. Raises InfeasibleBudgetError, and keeps the old one."""
         record, corrections = self.current, self._run.corrections
         assert record is not None
         policy = self.fit.solved(record.profile, memory_budget)
@@ -351,8 +345,7 @@ class PolicyChoice:
 
 
 def _ratio(shapes: Shapes, other: Shapes | None) -> float:
-    """Return the number of elements of `shapes` divided by that of `other`, in the tensors that both batches have.
-    Return 1.0 if they have no common tensor."""
+    """Return the elements of `shapes` divided by those of `other`, in the tensors of both, or 1.0 if there are none."""
     names = dict(shapes).keys() & dict(other or ()).keys()
     elements, other_elements = (
         num_elements(tuple((name, size) for name, size in batch or () if name in names)) for batch in (shapes, other)

@@ -20,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from adacc_hf.adapt.checkpoint_files import Saved, save_in_checkpoint
 from adacc_hf.adapt.history import describe_costs, describe_coverage, predictions
 from adacc_hf.adapt.oom_retry import TIGHTER, memory_reported, run_with_retry, tighter_budget
@@ -35,7 +37,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.kernels._host_pool import host_pool
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import describe
-from adacc_hf.torch_glue.distributed import gather_from_all_ranks, num_ranks
+from adacc_hf.torch_glue.distributed import gather_from_all_ranks, gradients_of, num_ranks
 from adacc_hf.torch_glue.memory import distinct_bytes
 from adacc_hf.torch_glue.progress import announce, reported_if_slow
 
@@ -46,7 +48,7 @@ LOOK_STEPS, FIRST_LOOKS = 16, 8
 at each of the first FIRST_LOOKS steps."""
 MOST_RESTARTS = 4
 """Number of times that a run may begin again with its warm-up, because the model runs other blocks or operators."""
-MORE_BLOCKS = "more blocks are trained than before"
+MORE_BLOCKS = "more blocks or parameters are trained than before"
 OTHER_OPERATORS = "most batches run other operators than the profiled one"
 
 
@@ -145,6 +147,8 @@ class AdaptivePhase(FixedPolicyPhase):
         """Number of finished steps of the run before this phase."""
         self._num_micro = run.loop.num_micro
         """Micro-batches per step that the predictions count."""
+        self._num_trained = _num_trained(run.model)
+        """Number of parameters that the profiled step trained."""
         self._is_due = False
         """True if all ranks record a micro-batch of the next step, because a rank has a batch without a policy."""
         self._num_begun = 0
@@ -169,6 +173,10 @@ class AdaptivePhase(FixedPolicyPhase):
             self._peaks.start(self.handle)
 
     def begin_micro_batch(self, inputs: Any) -> None:
+        has_more = self._is_alone and self._num_begun == 0 and _num_trained(self._run.model) > self._num_trained
+        if has_more and self._restart(MORE_BLOCKS):
+            self._run.phase.begin_micro_batch(inputs)
+            return
         self.choice.begin_micro_batch()
         super().begin_micro_batch(inputs)
         self._num_begun += 1
@@ -219,6 +227,10 @@ class AdaptivePhase(FixedPolicyPhase):
         super().begin_forward(inputs)
         self.choice.read(inputs)
         profiler, run = self._profiler, self._run
+        if self._num_micro == self._num_begun == 1 and self._is_alone and gradients_of(run.model):
+            installation = self.handle.installation
+            if len(installation.skipped_blocks()) == len(installation.blocks):
+                self._count_accumulation(2, "gradients are kept from step to step")
         if profiler.live is not None:
             profiler.enter_forward(inputs)
         elif self._is_to_be_recorded():
@@ -273,7 +285,7 @@ class AdaptivePhase(FixedPolicyPhase):
         if is_regular or num_steps <= FIRST_LOOKS:
             self._look(is_regular)
 
-    def _count_accumulation(self, num_micro: int) -> None:
+    def _count_accumulation(self, num_micro: int, reason: str = "") -> None:
         """Count the gradients and batches of earlier micro-batches if steps have more micro-batches than before."""
         before = self._num_micro
         if num_micro <= before:
@@ -282,7 +294,7 @@ class AdaptivePhase(FixedPolicyPhase):
         trained = (parameter for parameter in self._run.model.parameters() if parameter.requires_grad)
         extra_bytes = (num_micro - before) * max(self.choice.batch_bytes, self.choice.nbytes)
         extra_bytes += distinct_bytes(trained) if before == 1 else 0
-        self.add_static(extra_bytes, f"steps have {num_micro} micro-batches, and not {before}")
+        self.add_static(extra_bytes, reason or f"steps have {num_micro} micro-batches, and not {before}")
 
     def _count_state(self) -> None:
         """Count the state that the optimizer has created since the profile."""
@@ -303,15 +315,24 @@ class AdaptivePhase(FixedPolicyPhase):
     def _look(self, is_regular: bool) -> None:
         """Decide with all ranks what to record next. If `is_regular`, decide also on other operators."""
         choice, blocks = self.choice, self.handle.installation.blocks
-        has_more = any(blocks[name].num_calls for name in choice.idle_blocks)
+        has_more = _num_trained(self._run.model) > self._num_trained
+        has_more |= any(blocks[name].num_calls for name in choice.idle_blocks)
         own = choice.is_unpredicted, has_more, is_regular and choice.most_diverged(), self._tracking.logged
         unpredicted, more, diverged, reasons = zip(*gather_from_all_ranks(own), strict=True)
         self._tracking.suspect(reasons)
         self._is_due, has_more, has_diverged = any(unpredicted), any(more), any(diverged)
-        if (has_more or has_diverged) and self._run.num_restarts < MOST_RESTARTS:
-            self._run.num_restarts += 1
-            self.remove()
-            self._run.phase = self._warm_up(MORE_BLOCKS if has_more else OTHER_OPERATORS)
+        if has_more or has_diverged:
+            self._restart(MORE_BLOCKS if has_more else OTHER_OPERATORS)
+
+    def _restart(self, reason: str) -> bool:
+        """Begin again with the warm-up, because of `reason`, except after MOST_RESTARTS. Return True if so."""
+        run = self._run
+        if run.num_restarts == MOST_RESTARTS:
+            return False
+        run.num_restarts += 1
+        self.remove()
+        run.phase = self._warm_up(reason)
+        return True
 
     def _end_recording(self) -> None:
         """Add a policy for the sizes of the recorded micro-batch. Warn if it trains fewer blocks than the others."""
@@ -355,3 +376,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._cancel()
         self._profiler.remove()
         super().remove()
+
+
+def _num_trained(model: nn.Module) -> int:
+    return sum(parameter.requires_grad for parameter in model.parameters())

@@ -415,10 +415,9 @@ class AdaccSession(RunView):
             return False
         if self._num_micro:
             self.state.loop.num_micro = self._num_micro
+        self.phase.end_backward()  # of a step without the optimizer's, or whose closure calls the model
         if self.state.has_stepped:
             self._num_unseen = 0
-        else:
-            self.phase.end_backward()
         return True
 
     def _begin_micro_batch(self, batch: Any, is_one: bool) -> None:

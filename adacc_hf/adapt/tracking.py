@@ -147,8 +147,7 @@ class Tracking:
         )
 
     def _note_verdict(self, records: Sequence[SizePolicy], observed: Observation, suspicion: str | None) -> None:
-        """Log and note what a comparison of gradients has shown, if it was made because of a `suspicion`, or if it
-        found a degraded gradient."""
+        """Log what a comparison of gradients has shown, if it had a `suspicion` or found a degraded gradient."""
         worst = max(observed.gradients.values(), default=None)
         if observed.degrading_codecs:
             suspicion = suspicion or "a tracking step found a degraded gradient"
@@ -175,8 +174,7 @@ class Tracking:
 
 
 class _TrackedSize:
-    """Measurements of one tracking step under the policy of one batch size. The gradients of the blocks `names` are
-    compared."""
+    """Measurements of one tracking step under one size's policy, with the gradients of the blocks `names`."""
 
     def __init__(self, record: SizePolicy, run: RunState, names: list[str]) -> None:
         self.record, self._config = record, run.config
@@ -222,8 +220,7 @@ class _TrackedSize:
             executor.wrap_codec = None
 
     def _find_degrading(self, name: str, sample: BlockSample, bound: float) -> set[tuple[str, str, str]]:
-        """Return the codecs without which the gradient error of block `name` is at most `bound`. If the search fails,
-        warn and return all lossy codecs that its activations may get."""
+        """Return the codecs without which block `name` is within `bound`, or all its lossy ones if the search fails."""
         kind, plan = self._kinds[name], self._policy.plan_of(name)
         lossy = {value: encoding_of(codec.name) for value, codec in _codecs(plan).items() if not codec.lossless}
         values = find_culprits(lossy, bound, sample.compare)

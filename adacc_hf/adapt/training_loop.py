@@ -44,10 +44,7 @@ class TrainingLoop:
         return 0
 
     def num_before_step(self, device: torch.device) -> int:
-        """Return the number of batches on `device` when a step begins.
-
-        The measured memory of a step does not include these batches.
-        """
+        """Return the number of batches on `device` when a step begins, which its measured memory does not include."""
         return int(device.type == "cpu")
 
     def postpones_exchange(self, model: nn.Module) -> bool:

@@ -58,16 +58,16 @@ class BatchesReport:
 
 
 def read_lengths(path: str | Path) -> list[int]:
-    """Return the whole numbers in the text file `path`: one for each sample, with any separators. Raises ValueError
-    without such numbers."""
+    """Return the whole numbers in the text file `path`: one for each sample, separated by white space, commas or
+    brackets. Raises ValueError for anything else."""
     if not Path(path).is_file():
         raise ValueError(f"--batches={path}: there is no such file. It has the length of each sample, in tokens")
-    lengths = [int(number) for number in re.findall(r"\d+", Path(path).read_text(encoding="utf-8"))]
-    if not lengths or min(lengths) < 1:
-        raise ValueError(
-            f"--batches={path}: write the lengths of samples in tokens, each at least 1, such as 57 1204 8"
-        )
-    return lengths
+    words = re.sub(r"[\[\],;]", " ", Path(path).read_text(encoding="utf-8", errors="replace")).split()
+    wrong = next((word for word in words if not word.isdecimal() or int(word) < 1), None if words else "")
+    if wrong is not None:
+        text = f"{wrong[:40]!r} is not a length: write the lengths of samples in tokens, each at least 1, such as"
+        raise ValueError(f"--batches={path}: {text} 57 1204 8")
+    return [int(word) for word in words]
 
 
 def planned_batches(request: Request, lengths: list[int]) -> BatchesReport:

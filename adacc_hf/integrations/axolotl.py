@@ -26,8 +26,7 @@ OFFLOADING = ("activation_offloading", "layer_offloading")
 
 
 class CheckedSettings(BaseModel):
-    """Pydantic base class of `AdaccArgs` that checks a whole axolotl configuration before the language model is
-    loaded."""
+    """Pydantic base class of `AdaccArgs` that checks axolotl's configuration before the model is loaded."""
 
     @model_validator(mode="before")
     @classmethod
@@ -72,8 +71,7 @@ def config_of(settings: Mapping[str, Any]) -> AdaccConfig:
 
 
 def refuse_offloading(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if axolotl's offloading is on, because offloading moves activations or weights that the policy
-    itself stores or moves."""
+    """Raise ValueError if axolotl's offloading is on: it moves tensors that the policy stores or moves."""
     offloading = {name: settings.get(name) for name in OFFLOADING}
     if settings.get("gradient_checkpointing") in ("offload", "offload_disk"):  # older forms of the first setting
         offloading["gradient_checkpointing"] = settings["gradient_checkpointing"]

@@ -97,8 +97,7 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         self._session.hooks.begin(watches_optimizer=False)
 
     def _resumes(self, session: AdaccSession) -> bool:
-        """Load the checkpoint's files into the session. Return True if the run can begin with the checkpoint's
-        policy."""
+        """Load the checkpoint's files into the session. Return True if its policy can begin the run."""
         if self._is_policy_given or not self._files:
             return False
         with TemporaryDirectory(prefix="adacc_hf-") as folder:
@@ -233,8 +232,7 @@ def refuse_unsupported(trainer: Any, pl_module: LightningModule) -> None:
 
 
 def saved_files(session: AdaccSession) -> dict[str, bytes]:
-    """Return the contents of the files that `AdaccSession.save` writes, by file name. Only the first rank writes
-    files."""
+    """Return the contents of the files of `AdaccSession.save` by name. Only the first rank writes files."""
     with TemporaryDirectory(prefix="adacc_hf-") as folder:
         session.save(folder)
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}

@@ -43,6 +43,8 @@ from adacc_hf.torch_glue.tensors import kept_by_autograd
 
 log = logging.getLogger(__name__)
 
+ONE_THREAD = "call the model in the thread that enters session.step(batch), or that calls trainer.train()"
+
 
 class LiveStep:
     """Micro-batch of training from which a profile is made.
@@ -79,7 +81,7 @@ class LiveStep:
         are on the device, and no part of the step's memory."""
         model = self._installation.model
         gc.collect()  # garbage that is freed in the step would lower its bytes
-        self._step = step
+        self._step, self.thread = step, get_ident()
         self._device = next(model.parameters()).device
         self._earlier_bytes = gradient_bytes(model)
         self._static_bytes = self._measurement.static_bytes(model, batch.tensors, step.optimizer) - aside_bytes
@@ -329,6 +331,8 @@ class _LiveStrategy:
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if current_autograd_node() is not None:  # code within backward, where no profiler can begin
             return fn(*args, **kwargs)
+        if get_ident() != self.live.thread:  # whose memory meter a meter of this thread would wait for
+            raise RuntimeError(f"block {self.name} runs in another thread than the step began in: {ONE_THREAD}")
         self.num_calls += 1
         name, is_first = call_name(self.name, self.num_calls), self.is_first and self.num_calls == 1
         return self.live.run(name, block, fn, args, kwargs, is_first)

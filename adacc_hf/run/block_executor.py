@@ -17,7 +17,7 @@ from adacc_hf.kernels.codecs import Codec, Coder
 from adacc_hf.run.blocks import Strategy
 from adacc_hf.run.call import Call, Recording
 from adacc_hf.run.checkpointed_call import run_checkpointed
-from adacc_hf.run.entries import OTHER_RANKS, OUT_OF_PLACE, UNTRAINED, Entry, PlanEntries
+from adacc_hf.run.entries import OTHER_OPERATORS, OTHER_RANKS, OUT_OF_PLACE, UNTRAINED, Entry, PlanEntries
 from adacc_hf.tape.execution_plan import ExecutionPlan, codec_of
 from adacc_hf.tape.guards import CallKey, GraphOfCall, KnownShapes
 from adacc_hf.tape.inputs import argument_tensors
@@ -35,6 +35,8 @@ class BlockExecutor:
         self.name = name
         self.plan = plan
         self._is_plain = plan.is_plain
+        self._precision: Any = None
+        """Precision of the first call, if the plan is plain: other precisions may take more memory."""
         self._input_codecs = {place: (value, codec_of(plan.choice(value))) for value, place in plan.places}
         """(value, codec) of each compressed input of a checkpointed block, by the input's place among the arguments."""
         self._must_be_checkpointed = plan.kind == IDLE_KIND or any(
@@ -69,8 +71,14 @@ class BlockExecutor:
         if self._must_be_checkpointed:
             self.tape_cache.fallbacks.add(UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS, self.name)
             return checkpoint_call(fn, *args, block=block)
-        if self._is_plain and (self.entries.recorded or self.entries.sized):
-            return fn(*args)
+        if self._is_plain:
+            precision, before = _precision(args), self._precision
+            self._precision = before or precision
+            if before == precision and (self.entries.recorded or self.entries.sized):
+                return fn(*args)
+            if before not in (None, precision):
+                self.tape_cache.fallbacks.add(OTHER_OPERATORS, self.name)
+                return checkpoint_call(fn, *args, block=block)
         key = self.known_shapes.key(block, fn, args, kwargs, self.plan.tiling)
         if key is None:
             return self._run_untraced(block, fn, args)
@@ -272,6 +280,12 @@ class BlockExecutor:
             return False
         tapes = self.tape_cache.tapes_of_kind(self.plan.kind)
         return bool(tapes) and not any(tape.slots for tape in tapes)
+
+
+def _precision(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return (True under autocast, dtype) for the first tensor of `args`: a mask may come and go."""
+    first = next((argument for argument in args if isinstance(argument, torch.Tensor)), None)
+    return () if first is None else (torch.is_autocast_enabled(first.device.type), first.dtype)
 
 
 def _is_checkpointed_on_all_ranks(tape: Tape) -> bool:

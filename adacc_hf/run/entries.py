@@ -161,8 +161,8 @@ class PlanEntries:
             own_tapes = (*self.known_shapes.values(), *(entry.tape for entry in self.sized.values()))
             planned_tape = next((own for own in own_tapes if own.structure.startswith(structure)), None)
             recorded_tape = next(iter(self.tape_cache.tapes_of_kind(structure)), None)
-            # A profile in this process was of this model, which may run different operators by now.
-            if planned_tape is None and (identity != own_identity or (call == own_call and recorded_tape is None)):
+            is_other = identity != own_identity or (call == own_call and recorded_tape is None)
+            if planned_tape is None and is_other and not self.tape_cache.has_profile:
                 raise PolicyMismatchError(
                     f"block {self.name} ({tape.block_class}: {len(tape.operators)} operators, {len(tape.slots)} saved "
                     f"tensors) has tape {tape.kind}, but the policy was made for tape {self.plan.kind}: the model, its "

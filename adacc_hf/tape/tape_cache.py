@@ -109,6 +109,8 @@ class TapeCache:
         different operators for them."""
         self._orders: dict[str, tuple[int, ...]] = {}
         """Order in which backward unpacks saved tensors, by `Tape.structure`. It does not depend on sizes."""
+        self.has_profile = False
+        """True if the plans were made for a profile of this run, whose model may run other operators by now."""
         self.untraceable: Untraceable = OrderedDict()
         """Calls of the model's blocks that Dynamo cannot trace."""
         self.fallbacks = Fallbacks()
@@ -152,6 +154,7 @@ class TapeCache:
 
     def expect_orders(self, kinds: Iterable[KindProfile]) -> None:
         """Expect backward to unpack saved tensors in the order observed when the `kinds` were profiled."""
+        self.has_profile = True
         for kind in kinds:
             if kind.untrusted is None:
                 self._expect_order(kind.digest, unpack_order(kind.backward))

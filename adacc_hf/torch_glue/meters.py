@@ -287,6 +287,9 @@ class CpuMemoryMeter(MemoryMeter):
 
     def __exit__(self, error_type: object, *exception: object) -> None:
         self.is_open = False
+        while self in _open_meters and (inner := _open_meters[-1]) is not self:  # closed out of order: no result
+            inner._was_interrupted, inner.is_open = True, False
+            inner._context.close()
         self._context.close()
         self.points = []
         if self._was_interrupted:

@@ -97,8 +97,7 @@ def run_steps():
 
 @pytest.fixture(scope="session")
 def assert_same_steps():
-    """`assert_same_steps(ours, plain)`: all results of `run_steps` are bit-equal (rule R1), generator states
-    included."""
+    """`assert_same_steps(ours, plain)`: results of `run_steps` and generator states are bit-equal (rule R1)."""
     import torch
 
     def check(ours, plain):
@@ -149,8 +148,7 @@ def measurement_without_errors():
 
 @pytest.fixture
 def fresh_accelerate():
-    """Reset Accelerate's state, which lasts for the whole process. An earlier test's Trainer may have left in it that
-    models are compiled."""
+    """Reset Accelerate's state, which an earlier test's Trainer has left in the process."""
     from accelerate.state import AcceleratorState, GradientState
 
     for state in (AcceleratorState, GradientState):

@@ -46,8 +46,7 @@ class Model(nn.Module):
 
 
 def remembered():
-    """Return the number of Adacc's objects by class, and of the memory blocks that Python has allocated for all
-    objects."""
+    """Return the number of Adacc's objects by class, and of memory blocks that Python has allocated for all."""
     gc.collect()
     ours = Counter(type(thing) for thing in gc.get_objects() if str(type(thing).__module__).startswith("adacc_hf."))
     return ours, sys.getallocatedblocks()

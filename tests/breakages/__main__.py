@@ -172,8 +172,7 @@ def folder_of_tests(number: int) -> str:
 
 
 def first_failure(folder: str, *places: str) -> str:
-    """Run tests of the gate with `folder` first on the path, until the first failure. Return the failed test without
-    its parameters, or ""."""
+    """Run the gate with `folder` first on the path until a test fails. Return its name without parameters, if any."""
     settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     workers = ["-n", "2", "--dist", "worksteal"] if "::" not in "".join(places) or len(places) > 1 else []
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", *workers, "--tb", "no", "-m", MARKERS, *places]

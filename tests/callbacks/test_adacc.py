@@ -118,6 +118,11 @@ def test_one_callback_given_twice_trains_as_if_given_once(train, lossless):
     assert [event["event"] for event in callback.history].count("policy") == 1
 
 
+def test_a_callback_that_is_added_during_the_run_is_refused():
+    with pytest.raises(RuntimeError, match=r"added while its Trainer trains: pass it in callbacks"):
+        AdaccCallback().on_step_begin(None, None, None)
+
+
 @pytest.fixture
 def run_callback(train, lossless):
     callback = AdaccCallback(**lossless)

@@ -20,8 +20,7 @@ TEACHER = {f"teacher.transformer.h.{index}" for index in range(2)}
 
 
 class Pair(torch.nn.Module):
-    """Two models of the same classes that learn from a text and from each other. `trained(step)` returns the names of
-    the models that train in a step."""
+    """Two models that learn from a text and from each other. `trained(step)` returns the names of those that train."""
 
     def __init__(self, model, trained):
         super().__init__()
@@ -88,6 +87,19 @@ def test_blocks_that_never_train_together_are_profiled_a_few_times(assert_equal_
     callback = assert_equal_to_plain(lambda step: {PARTS[step % 2]}, 12)
     assert len(policy_steps(callback)) == 3
     assert len(callback.policy.idle_blocks) == len(TEACHER)
+
+
+class Thaw(TrainerCallback):
+    """Trains the blocks from step 4 on, which were frozen before."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        model.transformer.h.requires_grad_(state.global_step >= 3)
+
+
+def test_parameters_that_train_later_are_profiled_at_once(train, lossless):
+    callback = AdaccCallback(**lossless)
+    train([Thaw(), callback]).assert_equals(train([Thaw()]))
+    assert policy_steps(callback) == [1, 4]
 
 
 class WithSpare(nn.Module):

@@ -88,8 +88,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def assert_equal_to_by_hand(folder: Path, launcher: tuple[str, ...], num_ranks: int) -> None:
-    """Run the script plainly and by hand in forks, and with the launcher under `adacc run`. Compare all figures bit by
-    bit."""
+    """Run the script plainly and by hand in forks, and with the launcher under `adacc run`."""
     ranks = None if num_ranks == 1 else num_ranks
     for name in ("plain", "by-hand", "launched"):
         if name == "launched":

@@ -13,8 +13,7 @@ CPU = [profiler.ProfilerActivity.CPU]
 
 
 class Steps(TrainerCallback):
-    """Callback that profiles steps of a run with one of several setups. `num_events` has the number of events of each
-    trace."""
+    """Callback that profiles steps of a run with one of several setups."""
 
     def __init__(self, setup, steps_to_profile=(2,)):
         self.setup, self.steps_to_profile, self.num_events = setup, steps_to_profile, []

@@ -15,8 +15,7 @@ NUM_MICRO, BATCH_BYTES = 2, 2 * 8 * 32 * 8
 
 
 class Pairs(Trainer):
-    """BERT on the tokens of a text and on the first twenty tokens of another. The loss separates a pair's texts from
-    other pairs' texts."""
+    """BERT on the tokens of a text and on the first twenty tokens of another."""
 
     def compute_loss(self, model, inputs, **kwargs):
         texts = [inputs["input_ids"], inputs["labels"].flip(1)[:, :20]]

@@ -61,15 +61,17 @@ def test_guarded_callbacks_come_first_in_their_order_and_no_event_is_lost(make_t
 
 
 def test_callbacks_added_and_removed_during_the_run_stay_so(make_trainer):
-    added, removed = Ends(), Ends()
+    added, removed, guarded = Ends(), Ends(), Guarded()
 
     class Change(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
                 trainer.remove_callback(removed)
+                trainer.pop_callback(guarded)
                 trainer.add_callback(added)
+                assert guarded.failures == 1
 
-    trainer = make_trainer([removed, Guarded(), Change()])
+    trainer = make_trainer([removed, guarded, Change()])
     trainer.train()
     assert trainer.callback_handler.callbacks[-1] is added
     assert removed not in trainer.callback_handler.callbacks

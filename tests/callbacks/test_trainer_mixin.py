@@ -12,8 +12,7 @@ class MixedTrainer(AdaccTrainerMixin, Trainer):
 
 
 def trained(trainer, **arguments):
-    """Train and return the Trainer. Training comes before the next Trainer's constructor, which seeds the random
-    generators."""
+    """Train and return the Trainer, before the next one's constructor seeds the random generators."""
     trainer.train(**arguments)
     return trainer
 

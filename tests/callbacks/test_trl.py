@@ -85,8 +85,7 @@ def assert_run_unchanged(tokenizer, make_model, lossless, tmp_path):
 
 
 def without_times(record):
-    """Return the logged values of the training without times. Transformers counts no operations in samples that are no
-    tensors yet."""
+    """Return the logged values of the training without times."""
     return {
         name: value
         for name, value in record.items()

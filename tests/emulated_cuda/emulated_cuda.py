@@ -125,8 +125,7 @@ def set_limit(num_bytes: int) -> None:
 
 
 def shrink_segments(times: int) -> None:
-    """Shrink the allocator's segments, so that memory fragments like for a model `times` as large. Call this before the
-    first allocation."""
+    """Before the first allocation, shrink segments, so that memory fragments like for a model `times` as large."""
     _device.emulated_cuda_shrink(ctypes.c_uint64(times))
 
 

@@ -24,8 +24,7 @@ LETTER_LOGIT = 8.0
 
 @pytest.fixture(scope="session")
 def checkout() -> None:
-    """Return the source checkout. Tests of files that a wheel lacks are skipped where the package was installed without
-    one."""
+    """Return the source checkout."""
     if not (ROOT / "recipes").is_dir() or not (ROOT / "tests").is_dir():
         pytest.skip("adacc_hf is not imported from a source checkout")
 
@@ -100,8 +99,7 @@ class AlphabetModel(PreTrainedModel):
         return CausalLMOutput(logits=self.logits[input_ids])  # [B, T, V]
 
     def loglikelihood(self, context: str, text: str) -> float:
-        """Return the log-likelihood of ASCII text. A row of logits is LETTER_LOGIT once and 0 otherwise, or 0
-        throughout."""
+        """Return the log-likelihood of ASCII text."""
         size = self.config.vocab_size
         total = 0.0
         for previous, letter in zip(context[-1] + text[:-1], text, strict=True):

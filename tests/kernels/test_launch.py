@@ -39,8 +39,7 @@ class RecordingDriver:
         self.utils = self
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """Return a launcher for one compiled kernel. Constants are no part of a launch, because they are compiled
-        in."""
+        """Return a launcher for one compiled kernel."""
         names = source.fn.arg_names
         runtime_names = [name for name in names if source.signature[name] != "constexpr"]
 

@@ -144,8 +144,7 @@ def _assert_equal(pair: Pair, x: Tensor) -> None:
 
 
 def _is_quick(case: str, shape: tuple[int, ...]) -> bool:
-    """Return True if the interpreter is fast enough. It computes minima and maxima one by one, and (129, 70) has three
-    programs."""
+    """Return True if the interpreter is fast enough."""
     return not (INTERPRETED and case.startswith("asymmetric")) or math.prod(shape) < 10_000
 
 

@@ -59,8 +59,7 @@ def tokenizer(texts: list[str]) -> "PreTrainedTokenizerBase":
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """Return a folder with the config of a GPT-2 that trains in milliseconds. Its activations are just large enough to
-    be compressed."""
+    """Return a folder with the config of a GPT-2 that trains in milliseconds."""
     from transformers import GPT2Config
 
     folder = tmp_path / "tiny-gpt2"

@@ -133,8 +133,7 @@ def test_what_is_recomputed_from_what_is_compressed_is_found_in_the_step_after_t
 
 
 def test_errors_above_the_bound_are_not_seen_again(make_trainer, monkeypatch):
-    """The first policy compresses everything, like one of a profile that showed no error. Tracking finds the true
-    errors."""
+    """The first policy compresses everything, as if a profile showed no error. Tracking finds the true errors."""
     solvers = iter([lambda profile, *_: uniform_policy(profile, "compress")])
     solve = fit_module.solve_policy
     monkeypatch.setattr(fit_module, "solve_policy", lambda *args: next(solvers, solve)(*args))

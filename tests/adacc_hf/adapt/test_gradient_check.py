@@ -221,8 +221,7 @@ def cross(block, hidden, memory, table):
 
 
 def test_keyword_arguments_with_a_gradient_lead_nowhere(toy_model, toy_batch):
-    """Gradients of keyword arguments are not followed, such as an encoder's output, whose graph is freed after the
-    step."""
+    """Gradients of keyword arguments, such as an encoder's output, are not followed: their graph is freed."""
     outside, batch = nn.Linear(8, 8), toy_batch()
 
     def kwargs_of(x):
@@ -240,8 +239,7 @@ def test_keyword_arguments_with_a_gradient_lead_nowhere(toy_model, toy_batch):
 
 @pytest.mark.parametrize("uses_saved", [False, True])
 def test_a_graph_from_before_the_block_is_left_alone(toy_model, toy_batch, caplog, uses_saved):
-    """The graph before the block is not run: outside parameters keep their gradients. If that graph is freed, a warning
-    says why nothing is compared."""
+    """The graph before the block is not run: outside parameters keep their gradients."""
     outside, batch = nn.Linear(8, 8), toy_batch()
 
     def reads_context(block, hidden):

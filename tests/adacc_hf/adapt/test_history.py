@@ -111,8 +111,7 @@ def test_steps_that_ran_the_forward_again_are_those_that_the_log_counts(
 
 @pytest.fixture
 def padding_comes_and_goes(make_trainer, make_model):
-    """Return a function that trains 7 steps. The batches of the 5th and the 7th have no padding, and run other
-    operators."""
+    """Return a function that trains 7 steps. The 5th and the 7th have no padding, and run other operators."""
 
     def train(memory_budget=0.6, **settings):
         callback = AdaccCallback(**LOSSLESS, memory_budget=memory_budget)
@@ -165,8 +164,7 @@ def tiny_t5():
 
 @pytest.mark.parametrize("num_padded", [2, 8])
 def test_most_batches_run_operators_that_were_not_profiled(make_trainer, monkeypatch, num_padded):
-    """The profiled batch has no padding. Once most other batches have padding, one of them is profiled and its policy
-    is used."""
+    """Once most batches have padding, unlike the profiled one, one of them is profiled and its policy used."""
     monkeypatch.setattr(phases_module, "LOOK_STEPS", 4)
     padded = range(3, 3 + num_padded)
     trained = []

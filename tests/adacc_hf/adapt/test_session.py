@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -198,8 +199,24 @@ def twice(model, batch):
     return model(**batch).loss - 0.1 * model(input_ids=batch["input_ids"].flip(0), labels=batch["labels"]).loss
 
 
+def alternating(session, model, optimizer, batch, losses):
+    """Every second step runs under autocast, the one after the profile included."""
+    (under_autocast if len(losses) % 2 else one_step)(session, model, optimizer, batch, losses)
+
+
+def by_closure(session, model, optimizer, batch, losses):
+    def closure():
+        loss = model(**batch).loss
+        loss.backward()
+        return loss
+
+    with session.step(batch):
+        losses.append(optimizer.step(closure).item())
+        optimizer.zero_grad(set_to_none=False)
+
+
 IN_MICRO_BATCHES = (two_micro_batches, accumulating, stepping_after)
-LOOPS = {step.__name__: step for step in (by_run, *IN_MICRO_BATCHES, evaluating)} | {
+LOOPS = {step.__name__: step for step in (by_run, *IN_MICRO_BATCHES, evaluating, alternating, by_closure)} | {
     "under_autocast": under_autocast,
     "from_embeddings": from_embeddings,
     "with_own_loss": with_own_loss,
@@ -217,8 +234,21 @@ def test_training_is_plain_training(step):
     assert run.session.state.loop.num_micro == (2 if step in IN_MICRO_BATCHES else 1)
 
 
-def test_a_budget_that_everything_fits_leaves_training_plain():
-    assert train_as_plain(one_step, BATCHES[:6], memory_budget="auto", **LOSSLESS).session.policy.is_plain
+@pytest.mark.parametrize("step", [one_step, alternating])
+def test_a_budget_that_everything_fits_leaves_training_plain(step):
+    assert train_as_plain(step, BATCHES[:6], memory_budget="auto", **LOSSLESS).session.policy.is_plain
+
+
+def test_gradients_that_the_loop_keeps_count():
+    run = train_as_plain(by_closure, BATCHES[:3], memory_budget="1GiB", **LOSSLESS)
+    known = [*run.model.parameters(), BATCHES[0]["input_ids"]]
+    assert run.session.state.corrections.static_bytes == sum(tensor.nbytes for tensor in known)
+
+
+def test_a_model_that_another_thread_calls_is_refused():
+    model, _, session = begin(**HALF)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="another thread"), session.step(BATCHES[0]):
+        pool.submit(model, **BATCHES[0]).result()
 
 
 def test_it_leaves_no_trace():
@@ -269,8 +299,7 @@ class UserError(Exception):
 
 
 def test_a_model_that_raises_an_error_on_the_first_batch():
-    """The training forward raises the error, after it has drawn random numbers as in plain training. The next step is
-    profiled."""
+    """The training forward raises the error, after it has drawn random numbers as in plain training."""
 
     def step(session, model, optimizer, batch, losses):
         def fail(*args):
@@ -611,8 +640,7 @@ def test_the_state_of_all_optimizers_counts(case, monkeypatch):
 
 
 def test_a_model_has_one_session(caplog):
-    """A second session on the model replaces the first, as when a notebook cell runs again without the first's
-    handle."""
+    """A second session on the model replaces the first, as when a notebook cell runs again."""
     plain = train(one_step, session_class=NoSession)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -162,8 +162,7 @@ def test_outliers_that_burst_the_budget_change_the_actions(model, batch):
 
 
 def compress_all_but_the_wide(profile):
-    """Return a policy that compresses everything but the MLP's inner activations, which the solver may still
-    compress."""
+    """Return a policy that compresses all but the MLP's inner activations, which the solver may still compress."""
     wide = {value.index for value in profile.kinds[0].activations if value.shape[-1] == 256}
     plans = [
         replace(plan, choices=tuple((v, RETAIN if v in wide else choice) for v, choice in plan.choices))
@@ -407,8 +406,7 @@ def test_a_spike_is_found_and_what_came_before_is_not():
 
 
 def test_a_loss_that_stays_where_it_rose_to_is_normal_half_a_window_later():
-    """A loss that stays high is normal after half a window. Otherwise, after a change of the data, each further log
-    would cause a check of all blocks."""
+    """A loss that stays high is normal after half a window."""
     results = reasons([*STEADY, *[9.0] * 20])
     assert all(results[20 : 20 + WINDOW // 2])
     assert not any(results[20 + WINDOW // 2 + 1 :])

@@ -102,8 +102,7 @@ def test_so_do_lossless_policies(sorting):
 
 @pytest.fixture
 def norming(toy_model, toy_batch, measurement_without_errors):
-    """(model, batch, its profile, its gradients) of a norm with BERT's epsilon. One row is small next to the others in
-    its group of codes."""
+    """(model, batch, its profile, its gradients) of a norm with BERT's epsilon."""
 
     def forward(block, hidden):
         small = hidden * torch.tensor([1.0, 1, 1e-3, 1, 1, 1]).unsqueeze(-1)
@@ -130,8 +129,7 @@ def test_a_row_of_which_a_codec_leaves_nothing_has_a_gradient_of_its_size(normin
 
 
 def test_the_statistics_of_coded_rows_are_stored(norming):
-    """The statistics of coded rows are stored, in every way to find a policy. Those of recomputed rows are
-    recomputed."""
+    """The statistics of coded rows are stored, in every way to find a policy."""
     *_, profile, _ = norming
     kind = profile.kinds[0]
     ((first, rows), (second, same)) = kind.exactness_dependents.items()

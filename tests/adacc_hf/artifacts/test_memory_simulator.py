@@ -40,8 +40,7 @@ def test_the_step_adds_up(kind, profile_of):
 
 
 def test_a_stored_cast_counts_once_forward_has_let_go_of_its_cache(kind, profile_of):
-    """A cast stored by a block counts only after forward has freed autocast's cache, which holds all casts until
-    then."""
+    """A cast stored by a block counts only after forward has freed autocast's cache, which holds it till then."""
     values = tuple(replace(value, cached=value.name == "b") for value in kind.values)
     cast = next(value for value in values if value.cached)
     profile = profile_of([replace(kind, values=values)], [0], loss_peak_bytes=1300)

@@ -26,8 +26,7 @@ def test_few_samples_have_size_classes_of_their_own(samples):
 
 
 def test_one_sample_gets_the_memory_of_two():
-    """A batch of one sample gets the memory of two, because it often runs other operators, which may need more
-    memory."""
+    """A batch of one sample gets the memory of two: it often runs other operators, which may need more."""
     assert ONE_TEXT.size_class(texts(1, 40)) == texts(2, 40)
     assert PAIRS.size_class(texts(1, 40, 30)) == texts(2, 40, 30)
     alone = sizes_of(texts(1, 40), texts(1, 20), texts(1, 10))

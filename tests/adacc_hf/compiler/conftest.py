@@ -21,10 +21,7 @@ from adacc_hf.estimate.fake_device import fake_tensors
 
 
 class Attention(nn.Module):
-    """Layer norm, attention with dropout and a gated product, the parts of a transformer block.
-
-    Scores are `sharpness` squared times as large as at random.
-    """
+    """Layer norm, attention with dropout and a gated product, the parts of a transformer block."""
 
     def __init__(
         self, width: int = 32, heads: int = 4, dropout: float = 0.1, is_fused: bool = False, sharpness: float = 1.0
@@ -80,8 +77,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def train_step(fresh_dynamo: None) -> TrainStep:
-    """A function that trains the small model for one step. The given partitioner cuts its graphs, which run
-    uncompiled."""
+    """A function that trains the small model for a step. The given partitioner cuts its uncompiled graphs."""
 
     def train(
         partition: Any,

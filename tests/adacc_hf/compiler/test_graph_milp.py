@@ -32,8 +32,7 @@ def _value(index: int, nbytes: int, is_read: bool) -> Value:
 
 
 def _chain(sizes: list[int], run_ms: float, keep_ms: float, is_read: list[bool] | None = None) -> GraphModel:
-    """Return a chain of operators, each of which reads the last one's result; value 0 is the input. Backward reads the
-    results marked in `is_read`, or all."""
+    """Return a chain of operators, each of which reads the last one's result; value 0 is the input."""
     read = [True, *(is_read or [True] * len(sizes))]
     operators = tuple(
         Operator(index=j, name="", module="", inputs=(j,), outputs=(j + 1,), ms=run_ms, replayable=True)

@@ -83,8 +83,7 @@ def test_logits_and_what_a_loss_takes_the_exponential_of_are_degraded(joint_grap
     ids=["log", "sqrt", "div", "root", "made of it"],
 )
 def test_what_backward_divides_by_is_degraded(joint_graph_of: Any, function: Any, divisor: str) -> None:
-    """Divisors in backward are degraded: INT4 rounds an element to 0 next to large ones, and a gradient becomes
-    infinite."""
+    """Divisors in backward are degraded: INT4 rounds small ones to 0, and a gradient becomes infinite."""
 
     class Divided(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

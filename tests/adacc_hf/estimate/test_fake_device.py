@@ -10,8 +10,7 @@ from adacc_hf.torch_glue.tensors import copy_with_storage
 
 
 def test_tensors_on_cuda_take_the_decisions_of_cuda() -> None:
-    """Fake CUDA tensors follow CUDA: `pow` in float32 under autocast, a boolean dropout mask, one attention
-    operator."""
+    """Fake CUDA tensors follow CUDA: float32 `pow` under autocast, a boolean dropout mask, one attention operator."""
     with fake_tensors("cuda"):
         fake = profile_on_cuda(gpt2(64, 2))
     (kind,) = fake.kinds
@@ -32,8 +31,7 @@ def test_all_of_torch_is_replayed_and_random_operators_from_states_that_take_no_
 
 
 def test_a_copy_of_a_storage_is_counted_until_it_dies() -> None:
-    """A copy of a storage is counted until it dies: torch's mode keeps operators' arguments, and replay copies (rule
-    R6)."""
+    """A copy of a storage counts until it dies: torch's mode keeps arguments, and replay copies (rule R6)."""
     with fake_tensors("cpu"), FakeMemoryMeter() as meter:
         original = torch.empty(64, 64)
         copy = copy_with_storage(original)

@@ -125,8 +125,7 @@ def test_activations_and_peaks_equal_those_of_a_real_run(case: str) -> None:
 
 @pytest.mark.parametrize("config", [gpt2(768, 1), llama(1024, 1), t5(512, 1)], ids=["gpt2", "llama", "t5"])
 def test_published_widths(config: PretrainedConfig) -> None:
-    """At published widths fake and real profiles agree: GPT-117M, T5-small and a LLaMA of 1024, a layer of each
-    kind."""
+    """At published widths fake and real profiles agree: GPT-117M, T5-small, a LLaMA of 1024, a layer a kind."""
     real = profile(config, "sdpa", None, fake=False)
     with fake_tensors("cpu"):
         fake = profile(config, "sdpa", None, fake=True)
@@ -144,8 +143,7 @@ def test_a_plan_can_be_solved_from_it() -> None:
 
 @pytest.mark.parametrize("config", [gpt2(64, 3), t5(64, 3)], ids=["gpt2", "t5"])
 def test_a_plain_step_takes_what_is_left_of_the_profiled_one_without_replay(config: PretrainedConfig) -> None:
-    """The predicted time of a plain step is the profiled step's without replay, which redraws dropout. T5 has four
-    kinds of blocks."""
+    """The predicted time of a plain step is the profiled step's without replay, which redraws dropout."""
     device = find_device("h100")
     with fake_tensors("cuda"), fake_autocast("cuda", torch.bfloat16):
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM

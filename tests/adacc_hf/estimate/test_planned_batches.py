@@ -53,7 +53,10 @@ def test_samples_that_do_not_fit_are_named(planned, plan):
     assert "padding" in text
 
 
-@pytest.mark.parametrize(("content", "message"), [("", "write the lengths"), (None, "there is no such file")])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "write the lengths"), (None, "no such file"), ("9 -5", "'-5' is not"), ("[2.5, 7]", "'2.5' is not")],
+)
 def test_files_without_lengths_are_refused(folder, tmp_path, capsys, content, message):
     path = tmp_path / "lengths"
     if content is not None:

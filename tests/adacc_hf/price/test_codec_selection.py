@@ -34,8 +34,7 @@ def test_small_activations_are_never_compressed(tiny_gpt2, token_batch):
 
 
 def test_outlier_channels_of_a_block_input_are_kept(toy_model, toy_batch, monkeypatch):
-    """Outlier channels of a block input are kept, also if autograd does not save it, because replay may start from
-    it."""
+    """Outlier channels of a block input are kept, even if autograd does not save it: replay may start there."""
     model = toy_model(lambda block, hidden: hidden + block.down((2 * hidden).tanh()), num_blocks=2)
     with torch.no_grad():
         model.layers[0].down.weight[3].fill_(100.0)

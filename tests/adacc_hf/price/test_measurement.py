@@ -15,8 +15,7 @@ def counted_times():
 
 
 def test_a_step_is_timed_from_an_idle_device_to_an_idle_device(monkeypatch):
-    """A step is timed between two device synchronizations, so that earlier work is excluded and its own work
-    included."""
+    """A step is timed between two device synchronizations: earlier work is excluded, its own included."""
     events = []
     monkeypatch.setattr(timing, "wait_for", lambda device: events.append(f"wait for {device}"))
     times = [timing.seconds_of(lambda: events.append("step"), torch.device("cpu"), iter([1.0, 3.5]).__next__)]

@@ -91,8 +91,7 @@ def test_a_gpu_is_not_timed_while_it_waits_for_launches(monkeypatch, host_s, dev
 
 
 def test_a_run_that_waits_for_the_gpu_does_not_wait_longer_each_time(monkeypatch):
-    """Repeated runs that wait for the GPU do not take longer each time, because the work that delays it is part of the
-    wait."""
+    """Repeated runs that wait for the GPU do not take longer each time: the wait has the work that delays it."""
     gpu = Gpu()
     gpu.put_in_place(monkeypatch)
 

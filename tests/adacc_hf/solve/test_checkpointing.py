@@ -84,8 +84,7 @@ class _Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_second_forward_ends_with_the_last_tensor_saved(name, one_thread):
-    """The second forward ends with the last saved tensor: the predicted time has as many products as torch
-    recomputes."""
+    """The second forward ends with the last saved tensor: predicted times have the products that torch repeats."""
     model, batch, profile = profile_case(name, 2, 32)
     (kind,) = profile.kinds
     is_product = [operator.name.split(".")[1] in ("mm", "addmm", "bmm") for operator in kind.operators]

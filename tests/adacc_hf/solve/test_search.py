@@ -109,8 +109,7 @@ def test_the_bound_knows_what_a_backward_has_no_room_for(gpt2_like_profile):
 
 
 def test_stored_plans_are_in_the_best_order(gpt2_like_profile):
-    """Under a budget on stored bytes, any order of the plans of one kind fits. The order with the lowest peak is
-    taken."""
+    """Under a budget on stored bytes, any order of the plans of one kind fits."""
     # No head, because it would have the peak in any order.
     profile = replace(gpt2_like_profile(num_blocks=4), outside_peak_bytes=0, loss_peak_bytes=0)
     policy = search_of(profile, False).within(limits_of(profile.plain_stored_bytes // 2, False))

@@ -10,8 +10,15 @@ import pytest
 import torch
 from torch.autograd.profiler import record_function
 
+from adacc_hf.artifacts.errors import ProfilerConflictError
 from adacc_hf.estimate.fake_device import FakeMemoryMeter
-from adacc_hf.torch_glue.meters import AllocatorEvents, CpuMemoryMeter, MemoryMeter, refuse_unmeasurable
+from adacc_hf.torch_glue.meters import (
+    AllocatorEvents,
+    CpuMemoryMeter,
+    MemoryMeter,
+    all_threads_flag,
+    refuse_unmeasurable,
+)
 
 CPU = torch.device("cpu")
 
@@ -104,6 +111,17 @@ def test_storages_from_before_a_meter_do_not_count(is_inner):
         meter.mark(("after",))
     assert [point.live_bytes for point in meter.points] == [0, 480, 200]
     del new
+
+
+def test_an_inner_meter_that_outlives_its_outer_one_has_no_result():
+    outer, inner = CpuMemoryMeter().__enter__(), CpuMemoryMeter()
+    inner.__enter__()
+    outer.__exit__(None)
+    with pytest.raises(ProfilerConflictError):
+        inner.__exit__(None)
+    with CpuMemoryMeter() as meter:
+        kept = torch.empty(100)
+    assert (meter.peak_bytes, all_threads_flag.value) == (kept.nbytes, False)
 
 
 def test_a_model_on_a_device_without_a_meter_is_refused():
