@@ -39,6 +39,7 @@ from adacc_hf.tape.tape import Source, Tape
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.tape.tiled_rows import in_tiles
 from adacc_hf.torch_glue.block_state import BlockState, changes_in_place
+from adacc_hf.torch_glue.distributed import is_sharded
 from adacc_hf.torch_glue.private import storage_key, tree_leaves
 from adacc_hf.torch_glue.tensors import storage_of
 
@@ -202,10 +203,8 @@ class ModelRecorder:
             recording.reschedule()
         # Under torch's checkpoint, a traced block's graph runs again, and keeps the arguments that it reads.
         keys = {note.key for note in notes.values()}
-        has_graph = tiling is not None or known_shapes.paths.has_graph_of(tape)
-        held_arguments = {
-            source: t for source, t in arguments.items() if tape.untrusted or not has_graph or storage_key_of(t) in keys
-        }
+        repeats_code = tape.untrusted is not None or is_sharded(block)
+        held_arguments = {source: t for source, t in arguments.items() if repeats_code or storage_key_of(t) in keys}
         self.blocks.append(
             RecordedBlock(
                 name=name,
