@@ -203,7 +203,7 @@ class ModelRecorder:
             recording.reschedule()
         # Under torch's checkpoint, a traced block's graph runs again, and keeps the arguments that it reads.
         keys = {note.key for note in notes.values()}
-        repeats_code = tape.untrusted is not None or is_sharded(block)
+        repeats_code = tape.untrusted is not None or is_sharded(block) or not known_shapes.paths.has_graph()
         held_arguments = {source: t for source, t in arguments.items() if repeats_code or storage_key_of(t) in keys}
         self.blocks.append(
             RecordedBlock(

@@ -204,6 +204,10 @@ class BlockPaths:
         """Return True if the graph of the latest call has exactly the operators of `tape`, by `compare_graph`."""
         return self._latest is not None and self._latest.is_witness.get(tape.structure, False)
 
+    def has_graph(self) -> bool:
+        """Return True if some call on the path of the latest call had exactly the operators of its graph."""
+        return self._latest is not None and any(self._latest.is_witness.values())
+
     def has_other_numbers(self, tape: Tape, fn: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         """Return True if the graph of the latest call, `fn(*args)`, shows that `tape` is wrong for the call's sizes."""
         path = self._latest
