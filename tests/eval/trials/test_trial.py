@@ -48,7 +48,9 @@ def test_a_trial_says_gate_peak_and_speed(plain: dict) -> None:
     assert 0 < plain["static_bytes"] < plain["peak_bytes"]
     speed, step = plain["tokens_per_second"], plain["step_ms"]
     assert speed["low"] <= speed["median"] <= speed["high"]
-    assert speed["high"] == pytest.approx(8 * 64 / (step["low"] / 1e3), rel=0.5)  # fifths of two samples, inverted
+    # A mean of inverses is no smaller than the inverse of the mean, whatever the two samples are. Numbers are rounded.
+    assert 8 * 64 / (step["high"] / 1e3) <= 1.001 * speed["low"]
+    assert 8 * 64 / (step["low"] / 1e3) <= 1.001 * speed["high"]
 
 
 @pytest.mark.parametrize("method", [name for name in PAPER_METHODS if name != "none"])
