@@ -82,16 +82,16 @@ class LiveStep:
         model = self._installation.model
         gc.collect()  # garbage that is freed in the step would lower its bytes
         self._step, self.thread = step, get_ident()
-        self._device = next(model.parameters()).device
+        self.device = next(model.parameters()).device
         self._earlier_bytes = gradient_bytes(model)
         self._static_bytes = self._measurement.static_bytes(model, batch.tensors, step.optimizer) - aside_bytes
         self._state_keys = state_storages(model)
         self._note(batch)
         self._recorder = ModelRecorder(
-            self.config, self._measurement, self._tape_cache, self._tilings, self._device, self._repeats_blocks
+            self.config, self._measurement, self._tape_cache, self._tilings, self.device, self._repeats_blocks
         )
         self._recorder.leaves_gradients = self._earlier_bytes > 0
-        self._meter = self._measurement.meter(self._device)
+        self._meter = self._measurement.meter(self.device)
         self._prepare_head(model)
         installation, self.is_open = self._installation, True
         self._strategies = {name: call.strategy for name, call in installation.calls.items()}
@@ -100,8 +100,7 @@ class LiveStep:
         for index, (name, call) in enumerate(installation.calls.items()):
             call.strategy = _LiveStrategy(name, self, is_first=index == 0)
         self._stack.enter_context(self._meter)
-        self._thread = get_ident()
-        self._begin_seconds = self._measurement.seconds_at(self._device)
+        self._begin_seconds = self._measurement.seconds_at(self.device)
         self._aside_seconds = 0.0
         self.enter_forward()
 
@@ -109,7 +108,7 @@ class LiveStep:
         """Set the batch of a micro-batch that began before its batch was known. Do nothing if it was known."""
         if not self.sizes:
             self._note(batch)
-            if self._device.type == "cpu":  # where the bytes in use are the sum of the known tensors
+            if self.device.type == "cpu":  # where the bytes in use are the sum of the known tensors
                 self._static_bytes += batch.nbytes
 
     def _note(self, batch: Batch) -> None:
@@ -158,12 +157,12 @@ class LiveStep:
     @contextmanager
     def aside(self) -> Iterator[MemoryMeter]:
         """Take memory and time that are no part of the step's. Yield a meter of this memory."""
-        started = self._measurement.seconds_at(self._device)
+        started = self._measurement.seconds_at(self.device)
         try:
-            with self._measurement.meter(self._device) as meter:
+            with self._measurement.meter(self.device) as meter:
                 yield meter
         finally:
-            self._aside_seconds += self._measurement.seconds_at(self._device) - started
+            self._aside_seconds += self._measurement.seconds_at(self.device) - started
 
     def run(
         self,
@@ -175,12 +174,7 @@ class LiveStep:
         is_first: bool,
     ) -> Any:
         """Run and record the call `name` of a block, the first of a forward if `is_first`."""
-        if self._device.type == "cpu" and get_ident() != self._thread:
-            raise ConcurrentCallError(
-                f"block {name} is called in another thread than the one in which the step began, so its memory cannot "
-                f"be measured: begin the step in the thread that calls the model"
-            )
-        if self._device.type == "cpu" and not self.called:  # on a GPU, the allocator counts the buckets
+        if self.device.type == "cpu" and not self.called:  # on a GPU, the allocator counts the buckets
             self.bucket_bytes = bucket_bytes()
             self._static_bytes += self.bucket_bytes
 
@@ -210,7 +204,7 @@ class LiveStep:
         self.leave_forward()
         self.end_forward()
         self._meter.mark(("end",))  # sets the marks of a backward in another thread
-        seconds = self._measurement.seconds_at(self._device) - self._begin_seconds - self._aside_seconds
+        seconds = self._measurement.seconds_at(self.device) - self._begin_seconds - self._aside_seconds
         self._step_ms = 1e3 * seconds
         self._gradient_bytes = gradient_bytes(self._installation.model)
         self._close()
@@ -267,7 +261,7 @@ class LiveStep:
         )
         recording = with_step(recording, layout)
         model, shared, measurement = self._installation.model, recording.shared, self._measurement
-        host_link, host_free_bytes = measurement.host_link(self._device, self.config, model)
+        host_link, host_free_bytes = measurement.host_link(self.device, self.config, model)
         later_bytes = step.other_batches_bytes(self._batch_bytes) + step.optimizer_state_bytes
         static_bytes = self._static_bytes + later_bytes
         replay_records = {index for kind in recording.kinds for index in kind.held}
@@ -296,7 +290,7 @@ class LiveStep:
             available_bytes=measurement.available_bytes(model, step.optimizer),
             host_free_bytes=host_free_bytes,
             step_ms=self._step_ms + in_blocks_ms,
-            device=str(self._device),
+            device=str(self.device),
             optimizer_peak_bytes=0 if step.optimizer is None else static_bytes + optimizer_bytes,
             measured=((self.sizes, ()),),
         )
@@ -331,8 +325,9 @@ class _LiveStrategy:
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if current_autograd_node() is not None:  # code within backward, where no profiler can begin
             return fn(*args, **kwargs)
-        if get_ident() != self.live.thread:  # whose memory meter a meter of this thread would wait for
-            raise RuntimeError(f"block {self.name} runs in another thread than the step began in: {ONE_THREAD}")
+        # On a CPU, a memory meter of this thread would wait for that of the other one.
+        if self.live.device.type == "cpu" and get_ident() != self.live.thread:
+            raise ConcurrentCallError(f"block {self.name} runs in another thread than the step began in: {ONE_THREAD}")
         self.num_calls += 1
         name, is_first = call_name(self.name, self.num_calls), self.is_first and self.num_calls == 1
         return self.live.run(name, block, fn, args, kwargs, is_first)

@@ -6,7 +6,6 @@ import copy
 import gc
 import logging
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -243,12 +242,6 @@ def test_gradients_that_the_loop_keeps_count():
     run = train_as_plain(by_closure, BATCHES[:3], memory_budget="1GiB", **LOSSLESS)
     known = [*run.model.parameters(), BATCHES[0]["input_ids"]]
     assert run.session.state.corrections.static_bytes == sum(tensor.nbytes for tensor in known)
-
-
-def test_a_model_that_another_thread_calls_is_refused():
-    model, _, session = begin(**HALF)
-    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="another thread"), session.step(BATCHES[0]):
-        pool.submit(model, **BATCHES[0]).result()
 
 
 def test_it_leaves_no_trace():
