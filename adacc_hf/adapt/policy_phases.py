@@ -15,7 +15,7 @@ when they are due.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.kernels._host_pool import host_pool
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import describe
-from adacc_hf.torch_glue.distributed import gather_from_all_ranks, gradients_of, num_ranks
+from adacc_hf.torch_glue.distributed import gather_from_all_ranks, num_ranks
 from adacc_hf.torch_glue.memory import distinct_bytes
 from adacc_hf.torch_glue.progress import announce, reported_if_slow
 
@@ -147,8 +147,8 @@ class AdaptivePhase(FixedPolicyPhase):
         """Number of finished steps of the run before this phase."""
         self._num_micro = run.loop.num_micro
         """Micro-batches per step that the predictions count."""
-        self._num_trained = _num_trained(run.model)
-        """Number of parameters that the profiled step trained."""
+        self._parameters = list(run.model.parameters())
+        self._num_trained = _num_trained(self._parameters)  # in the profiled step
         self._is_due = False
         """True if all ranks record a micro-batch of the next step, because a rank has a batch without a policy."""
         self._num_begun = 0
@@ -173,7 +173,7 @@ class AdaptivePhase(FixedPolicyPhase):
             self._peaks.start(self.handle)
 
     def begin_micro_batch(self, inputs: Any) -> None:
-        has_more = self._is_alone and self._num_begun == 0 and _num_trained(self._run.model) > self._num_trained
+        has_more = self._is_alone and self._num_begun == 0 and _num_trained(self._parameters) > self._num_trained
         if has_more and self._restart(MORE_BLOCKS):
             self._run.phase.begin_micro_batch(inputs)
             return
@@ -226,8 +226,8 @@ class AdaptivePhase(FixedPolicyPhase):
     def begin_forward(self, inputs: Any) -> None:
         super().begin_forward(inputs)
         self.choice.read(inputs)
-        profiler, run = self._profiler, self._run
-        if self._num_micro == self._num_begun == 1 and self._is_alone and gradients_of(run.model):
+        profiler, run, parameters = self._profiler, self._run, self._parameters
+        if self._is_alone and self._num_micro == self._num_begun == 1 and any(p.grad is not None for p in parameters):
             installation = self.handle.installation
             if len(installation.skipped_blocks()) == len(installation.blocks):
                 self._count_accumulation(2, "gradients are kept from step to step")
@@ -315,8 +315,8 @@ class AdaptivePhase(FixedPolicyPhase):
     def _look(self, is_regular: bool) -> None:
         """Decide with all ranks what to record next. If `is_regular`, decide also on other operators."""
         choice, blocks = self.choice, self.handle.installation.blocks
-        has_more = _num_trained(self._run.model) > self._num_trained
-        has_more |= any(blocks[name].num_calls for name in choice.idle_blocks)
+        more_train = _num_trained(self._run.model.parameters()) > self._num_trained
+        has_more = more_train or any(blocks[name].num_calls for name in choice.idle_blocks)
         own = choice.is_unpredicted, has_more, is_regular and choice.most_diverged(), self._tracking.logged
         unpredicted, more, diverged, reasons = zip(*gather_from_all_ranks(own), strict=True)
         self._tracking.suspect(reasons)
@@ -378,5 +378,5 @@ class AdaptivePhase(FixedPolicyPhase):
         super().remove()
 
 
-def _num_trained(model: nn.Module) -> int:
-    return sum(parameter.requires_grad for parameter in model.parameters())
+def _num_trained(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.requires_grad for parameter in parameters)

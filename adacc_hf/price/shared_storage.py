@@ -19,7 +19,7 @@ from adacc_hf.torch_glue.tensors import storage_of
 
 @dataclass(frozen=True)
 class TensorNote:
-    """What a profile needs of a tensor of the recorded forward, without the tensor's memory."""
+    """Facts that a profile needs of a recorded tensor, without the tensor's memory."""
 
     key: int
     """Key of the tensor's storage (`storage_key_of`). No other storage gets this key while the note exists."""

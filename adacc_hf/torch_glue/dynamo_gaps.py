@@ -1,4 +1,4 @@
-"""What Dynamo lacks: guards on object identities, classes, the order of dicts and the standard library's globals; shape
+"""Parts that Dynamo lacks: guards on identities, classes, the order of dicts and the standard library's globals; shape
 inference for grouped matrix products of some dtypes; traces of an `autograd.Function` that writes memory by address.
 
 Dynamo assumes that methods are not replaced, that classes and `__dict__`s get no new names, and that values read by the
