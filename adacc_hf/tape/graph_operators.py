@@ -35,12 +35,12 @@ class _Inputs(nn.Module):
 def graph_operators(graph: Callable[..., Any], inputs: Sequence[Any]) -> Operators:
     """Run `graph` on fakes of `inputs`, and return its operators as a recorder would record them."""
     mode = FakeTensorMode()
+    mode.cache_enabled = False  # results of a size that has not occurred are never cached
     fakes = [_fake(mode, each) if isinstance(each, torch.Tensor) else each for each in inputs]
     recorder = Recorder(_Inputs(fakes), tuple(fakes), {}, DeclaredRngUse)
     recorder.base_of = lambda tensor: tensor  # detaching takes a third of the time, and fakes have no memory
     save = partial(Recorder.save, weakref.proxy(recorder))
-    # No backward follows, so `save` returns no tensor. A returned tensor would make autograd's graph a reference cycle.
-    # Dynamo's graphs of an `autograd.Function` are cycles anyway, so `save` refers to the recorder weakly.
+    # `save` returns no tensor, and refers to the recorder weakly, because autograd's graph would become a cycle.
     with mode, more_operators(), saved_tensors_hooks(save, torch.Tensor.detach), recorder:
         graph(*fakes)
     return operators_of(recorder.tape())

@@ -8,7 +8,7 @@ whether a mask's last dimension is a multiple of 16, so a separate symbolic tape
 A symbolic tape is one tape for all sizes. Its polynomials are fitted to recorded tapes. The first call at a new size is
 checked: backward compares the bits of each tensor that it recomputes with the forward's (rule R7), because a number may
 follow no polynomial, and a library may select another kernel for the size. Checked are the first AGREED new sizes, the
-32nd, 64th ... new size, and any size outside the range of the earlier sizes. Blocks with a common symbolic tape share
+8th, 16th ... new size, and any size outside the range of the earlier sizes. Blocks with a common symbolic tape share
 this work: one of them is checked. Every call also compares the layout of the tensors that autograd saves with the tape
 (rule R8). If records of one path have different operators, each size is recorded.
 """
@@ -31,9 +31,9 @@ ENOUGH_RECORDS = 3
 MOST_RECORDS = 8
 """Maximum number of recorded tapes for a fit. If no fit succeeds with them, a number on the tapes is no polynomial of
 the sizes, such as a length rounded up to a multiple of a window."""
-AGREED = 16
-"""Number of new sizes at which calls of a symbolic tape are checked. A polynomial, a sum of at most three products of
-sizes, that is right there is assumed to be right at all sizes in between. A step function would differ at one."""
+AGREED = 4
+"""Number of new sizes that are all checked. A polynomial, a sum of at most three products of sizes, that is right there
+and at the recorded sizes is assumed to be right at most sizes in between. Each check takes tens of milliseconds."""
 MOST_SIZES = 32
 """Maximum number of sizes whose tapes are cached for one symbolic tape. Making another one takes a few milliseconds."""
 
