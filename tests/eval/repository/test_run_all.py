@@ -1,10 +1,13 @@
 """`adacc eval all`: the order of runners, skipped runners, and the results of failures."""
 
 import json
+import math
 import tarfile
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from adacc_hf.cli import RUNNERS
 from adacc_hf.eval.records.ledger import RecordError
 from adacc_hf.eval.records.records import OUT_OF_TIME
 from adacc_hf.eval.repository import run_all
+from adacc_hf.eval.repository.points import save_points
 from adacc_hf.eval.repository.run_all import NAMES, ON_GPU, Stage, stages_of
 
 
@@ -123,7 +127,9 @@ POINT = (
     "output.parent.mkdir(parents=True)\n"
     "meta = {'status': 'running', 'date': 'today', 'device': 'GPU'}\n"
     "points = {'full, batch 2': {'status': 'error', 'reason': 'broken'}}\n"
-    "output.write_text(json.dumps({'train_info': {'points': points}, 'meta_info': meta}))\n"
+    "part = output.with_suffix('.part')\n"
+    "part.write_text(json.dumps({'train_info': {'points': points}, 'meta_info': meta}))\n"
+    "part.replace(output)\n"
 )
 
 
@@ -131,8 +137,16 @@ def test_what_is_under_way_ends_with_the_time_and_its_points_are_reported(monkey
     runs = tmp_path / "w/all.json"
     runs.parent.mkdir()
     monkeypatch.setattr(run_all.Ledger, "finish", lambda *a, **k: pytest.fail("there is more to do"))
+
+    end_of_time = SimpleNamespace(monotonic=lambda: math.inf, perf_counter=time.perf_counter)
+
+    def save_and_end_the_time(folder, report):
+        save_points(folder, report)
+        monkeypatch.setattr(run_all, "time", end_of_time)
+
+    monkeypatch.setattr(run_all, "save_points", save_and_end_the_time)
     with pytest.raises(FileNotFoundError):  # an unfinished runner has no record
-        run_program(monkeypatch, tmp_path, POINT + "time.sleep(600)", "0.02")
+        run_program(monkeypatch, tmp_path, POINT + "time.sleep(600)", "9")
     assert "- full, batch 2: error: broken" in (tmp_path / "out/points.md").read_text()
     with tarfile.open(tmp_path / "out/records.tar.gz") as archive:
         assert "loss/loss.json" in archive.getnames()
