@@ -1,8 +1,7 @@
 """Installation of removable functions that run the calls of a model's blocks.
 
-A GradientCheckpointingLayer of Transformers whose checkpointing flag is set passes its forward to a function: each
-block gets a function object of its own. For classes in `AdaccConfig.block_classes`, the function wraps `forward`
-instead.
+A function around `forward` of each block runs the block's calls in train mode. Hooks of the block run around the
+function, once per call. Meanwhile Transformers' own checkpointing of the blocks is off.
 """
 
 from __future__ import annotations
@@ -24,23 +23,18 @@ from adacc_hf.artifacts.errors import (
     NestedHooksError,
     PolicyMismatchError,
 )
-from adacc_hf.run.block_search import find_blocks, inner_layers, refuse_adapters, refuse_wrappers
+from adacc_hf.run.block_search import checkpointed_layers, find_blocks, refuse_adapters, refuse_wrappers
 from adacc_hf.torch_glue.compat import (
     FLAG,
-    FUNCTION,
     SETTER,
     Cache,
-    GradientCheckpointingLayer,
     PreTrainedModel,
-    block_of,
     checkpoint_call,
-    drop_caching_warning,
     has_filled_cache,
     layerdrop_rates,
     only_reads_cache,
     without_caches,
 )
-from adacc_hf.torch_glue.dynamo import asking_function
 from adacc_hf.torch_glue.private import (
     eval_frame_callback,
     outer_hooks,
@@ -52,8 +46,6 @@ from adacc_hf.torch_glue.zero3 import BlockGathering, gathers_inside
 log = logging.getLogger(__name__)
 
 _ABSENT = object()
-_CALLS = ("forward", "__call__")
-"""Prefixes of the names of functions in which layers test their checkpointing flag."""
 
 
 class Strategy(Protocol):
@@ -82,26 +74,6 @@ class CheckpointStrategy:
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return checkpoint_call(fn, *args, block=block)
-
-
-class TrainingFlag:
-    """Replacement of a layer's checkpointing flag, so that Transformers calls the block function in training.
-
-    To a block's call, the flag is true if gradients are enabled, so generate() uses the key-value cache even in train
-    mode. To other code, it is as it was before the installation: TRL tests it, switches checkpointing off to generate,
-    and restores it.
-    """
-
-    def __init__(self, was_on: bool = False) -> None:
-        self.was_on = was_on
-        """True if checkpointing was enabled before the installation."""
-
-    def __bool__(self) -> bool:
-        if torch.compiler.is_compiling():  # compiled code has no frames, and only blocks check the flag there
-            return torch.is_grad_enabled()
-        asker = asking_function()
-        is_block = asker is None or asker.startswith(_CALLS)
-        return torch.is_grad_enabled() if is_block else self.was_on
 
 
 class BlockCall:
@@ -171,7 +143,7 @@ class BlockFunction:
             )
         try:
             with unwritten_originals():
-                return self._run_inside_hooks(fn, args)
+                return self._run(fn, args)
         except RuntimeError as error:
             if "support saved tensor hooks" not in str(error):
                 raise
@@ -181,29 +153,6 @@ class BlockFunction:
             ) from error
         finally:
             self._lock.release()
-
-    def _run_inside_hooks(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run the block's forward hooks, and between them its forward by the strategy. Transformers 5.17 passes the
-        block's `__call__` as `fn`, which runs the hooks: the forward is then replaced during the call. Hooks must not
-        be replayed, because FSDP2's gather the parameters before forward and free them afterwards."""
-        call = fn.func if isinstance(fn, partial) else fn
-        if getattr(call, "__func__", None) is not nn.Module.__call__:
-            return self._run(fn, args)
-        block = block_of(fn)
-        assert block is not None  # `fn` calls a module
-        forward, instance_forward = block.forward, block.__dict__.get("forward")
-
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            return self._run(partial(forward, **kwargs), args)
-
-        block.forward = replacement
-        try:
-            return fn(*args)
-        finally:
-            if instance_forward is None:
-                del block.forward
-            else:
-                block.forward = instance_forward
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a call of the block under the strategy of this call in the step."""
@@ -278,14 +227,12 @@ class Installation:
         """Each call of a block in a step, by name."""
         self._num_calls_before = dict.fromkeys(self.blocks, 0)
         self._undo: list[tuple[nn.Module, str, Any]] = []
-        self._wraps_forward = block_classes is not None
         self._gatherings = [BlockGathering(block) for _, block in blocks]
         for name, block in blocks:
             self._install(self.blocks[name], block)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 self._set(module, SETTER, Reinstaller(self, getattr(module, SETTER)))
-        self._restore_warning = drop_caching_warning()
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -306,7 +253,6 @@ class Installation:
             gathering.remove()
         for function in self.blocks.values():
             function.block = None
-        self._restore_warning()
 
     def expect(self, calls: Iterable[str]) -> None:
         """Set the names of the block calls in a step, in call order and of every block, and begin a step."""
@@ -325,26 +271,13 @@ class Installation:
             function.next_call = 0
 
     def reinstall(self, model: nn.Module) -> None:
-        """Install the functions again, after other code has switched checkpointing on or off in `model`. `remove` then
-        restores what the other code has set."""
+        """Switch off the checkpointing of the blocks that other code has switched on in `model`. `remove` then restores
+        what the other code has set."""
         modules = set(model.modules())
         for place, (module, name, _) in enumerate(self._undo):
-            value = module.__dict__.get(name, _ABSENT)
-            if name in (FLAG, FUNCTION) and module in modules and not isinstance(value, (TrainingFlag, BlockFunction)):
-                self._undo[place] = module, name, value
-        for function in self.blocks.values():
-            block = function.block
-            if block is None or block not in modules:  # `block` is None if the functions were removed
-                continue
-            if self._wraps_forward and isinstance(block, GradientCheckpointingLayer):
-                block.__dict__[FLAG] = False
-            elif isinstance(block, GradientCheckpointingLayer):
-                flag = block.__dict__.get(FLAG)
-                was_on = flag.was_on if isinstance(flag, TrainingFlag) else bool(flag)
-                block.__dict__[FLAG] = TrainingFlag(was_on)
-                block.__dict__[FUNCTION] = function
-            for inner in inner_layers(block):
-                inner.__dict__[FLAG] = False
+            if name == FLAG and module in modules:
+                self._undo[place] = module, name, module.__dict__.get(name, _ABSENT)
+                module.__dict__[name] = False
 
     def uncalled(self) -> list[str]:
         """Return the names of the blocks that were never called with gradients enabled, [] with layerdrop."""
@@ -359,15 +292,9 @@ class Installation:
         return [name for name, function in self.blocks.items() if function.num_calls == self._num_calls_before[name]]
 
     def _install(self, function: BlockFunction, block: nn.Module) -> None:
-        """Install `function` on `block`: through its checkpointing flag, or around its forward."""
-        for inner in inner_layers(block):  # would be checkpointed inside the block under any plan
-            self._set(inner, FLAG, False)
-        if not self._wraps_forward:
-            self._set(block, FLAG, TrainingFlag(was_on=bool(getattr(block, FLAG, False))))
-            self._set(block, FUNCTION, function)
-            return
-        if isinstance(block, GradientCheckpointingLayer):
-            self._set(block, FLAG, False)
+        """Install `function` around the forward of `block`."""
+        for layer in checkpointed_layers(block):
+            self._set(layer, FLAG, False)
         own_forward = block.__dict__.get("forward")
         while isinstance(own_forward, WrappedForward):  # remove the wrapper of an earlier policy
             own_forward = own_forward.own_forward
@@ -379,7 +306,7 @@ class Installation:
 
 
 class WrappedForward:
-    """Replacement of `forward` for classes that the user names: calls the block function in train mode."""
+    """Replacement of a block's `forward` that calls the block function in train mode."""
 
     def __init__(self, function: BlockFunction, block: nn.Module, own_forward: Callable[..., Any] | None) -> None:
         self.function = function
@@ -400,8 +327,8 @@ class WrappedForward:
 
 
 class Reinstaller:
-    """Replacement of a model's `_set_gradient_checkpointing` that installs the block functions again: TRL switches
-    checkpointing off before reference forwards and on afterwards, which would drop them."""
+    """Replacement of a model's `_set_gradient_checkpointing`, after which the blocks are still not checkpointed: TRL
+    switches checkpointing off before reference forwards and on afterwards."""
 
     def __init__(self, installation: Installation, original: Callable[..., Any]) -> None:
         self.installation = installation

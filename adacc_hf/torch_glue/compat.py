@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -29,7 +28,6 @@ from adacc_hf.torch_glue.second_run import SecondRun, comparison, is_measuring, 
 from adacc_hf.torch_glue.watchers import patched
 
 FLAG = "gradient_checkpointing"
-FUNCTION = private_name("GradientCheckpointingLayer", "_gradient_checkpointing_func")
 SETTER = private_name("PreTrainedModel", "_set_gradient_checkpointing")
 _ATTENTION = private_name("PretrainedConfig", "_attn_implementation")
 _CACHE_ATTRIBUTE = "_can_checkpoint_with_cache"  # of classes of layers; absent in Transformers 5.17
@@ -40,9 +38,6 @@ CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activ
 
 __all__ = ["Cache", "GradientCheckpointingLayer", "PreTrainedModel", "PretrainedConfig"]
 """Names of Transformers, which other files import from here."""
-
-
-_LAYERS_LOG = logging.getLogger(GradientCheckpointingLayer.__module__)
 
 
 @cache
@@ -72,15 +67,6 @@ def shifts_labels(model: nn.Module) -> bool:
 def keyword_arguments(fn: Any) -> dict[str, Any]:
     """Return the keyword arguments that Transformers has bound in `fn`, which it passes to a checkpoint function."""
     return fn.keywords if isinstance(fn, partial) else {}
-
-
-def block_of(fn: Any) -> nn.Module | None:
-    """Return the block that `fn` calls, or None. Transformers passes `fn` to a checkpoint function: in 5.17 a partial
-    of the bound `__call__`, and in 5.23 a partial of the class's `forward` with the block as its first argument."""
-    if isinstance(fn, partial) and fn.args and isinstance(fn.args[0], nn.Module):
-        return fn.args[0]
-    owner = getattr(fn.func if isinstance(fn, partial) else fn, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else None
 
 
 def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -288,13 +274,3 @@ def without_layerdrop(model: nn.Module) -> Iterator[None]:
     finally:
         for owner, name, rate in rates:
             setattr(owner, name, rate)
-
-
-def drop_caching_warning() -> Callable[[], None]:
-    """Drop Transformers' warning on caches under checkpointing until the returned function is called."""
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("Caching is incompatible with gradient checkpointing")
-
-    _LAYERS_LOG.addFilter(is_other)
-    return partial(_LAYERS_LOG.removeFilter, is_other)

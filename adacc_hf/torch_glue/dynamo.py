@@ -10,7 +10,6 @@ import builtins
 import logging
 import os
 import re
-import sys
 import types
 import warnings
 import weakref
@@ -187,11 +186,6 @@ def trace(
     if len(entries) != 1:
         raise NotTraceableError("Dynamo finds no tensor operator in it")
     return TracedGuards(entries[0].guard_manager, probe.__globals__, inputs, dead_objects)
-
-
-def asking_function() -> str | None:
-    """Return the name of the function that has called the caller, or None in a trace, which leaves this out."""
-    return sys._getframe(2).f_code.co_name
 
 
 def drop_frames(error: BaseException | None) -> None:
@@ -392,9 +386,7 @@ def _dynamo_namespace() -> Any:
         states = tracing_state_functions()
         before = dict(states)
         with ExitStack() as stack:
-            stack.enter_context(
-                config.patch(settings | {_IGNORED: {warnings.warn, asking_function, *messages, *ignored}})
-            )
+            stack.enter_context(config.patch(settings | {_IGNORED: {warnings.warn, *messages, *ignored}}))
             stack.enter_context(config.patch(allow_unspec_int_on_nn_module=has_counters))
             stack.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             stack.enter_context(_disable_current_modes())
