@@ -371,7 +371,7 @@ class Recording:
             self._checkpoint = outer_hooks()
             return self.run(fn)
 
-        return checkpoint_call(run, *self._arguments[0], block=self.block, is_held=True)
+        return checkpoint_call(self.block, run, *self._arguments[0], is_held=True)
 
     def run(self, fn: Callable[..., Any]) -> Any:
         """Run and record a block's call under the plan, and return its result."""

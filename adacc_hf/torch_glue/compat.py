@@ -24,7 +24,7 @@ from adacc_hf.torch_glue.block_state import BlockState, changes_in_place, report
 from adacc_hf.torch_glue.distributed import is_sharded, num_ranks
 from adacc_hf.torch_glue.private import CHECKPOINTED, forward_hooks, private_name, tree_leaves
 from adacc_hf.torch_glue.rng_state import RandomStates
-from adacc_hf.torch_glue.second_run import SecondRun, comparison, is_measuring, may_end_early
+from adacc_hf.torch_glue.second_run import comparison, is_measuring, may_end_early
 from adacc_hf.torch_glue.watchers import patched
 
 FLAG = "gradient_checkpointing"
@@ -69,29 +69,16 @@ def keyword_arguments(fn: Any) -> dict[str, Any]:
     return fn.keywords if isinstance(fn, partial) else {}
 
 
-def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return (fn, args) of a block's call without key-value caches, to which a second run in backward would append."""
-    args = tuple(None if isinstance(argument, Cache) else argument for argument in args)
-    keywords = keyword_arguments(fn)
-    if any(isinstance(argument, Cache) for argument in keywords.values()):
-        keywords = {name: None if isinstance(argument, Cache) else argument for name, argument in keywords.items()}
-        fn = partial(fn.func, *fn.args, **keywords)
-    return fn, args
-
-
 def only_reads_cache(block: nn.Module) -> bool:
     """Return True if `block` only reads key-value caches, so a second run of the block does not change them."""
     return bool(getattr(block, _CACHE_ATTRIBUTE, False))
 
 
-def has_filled_cache(block: nn.Module, fn: Any, args: tuple[Any, ...]) -> bool:
-    """Return True if a key-value cache among the arguments has entries for `block` before the call."""
-    caches = [value for value in (*args, *keyword_arguments(fn).values()) if isinstance(value, Cache)]
-    if not caches:
-        return False
+def has_keys(cache: Cache, block: nn.Module) -> bool:
+    """Return True if a key-value cache has entries for `block`."""
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
     places = {index for module in block.modules() if isinstance(index := getattr(module, "layer_idx", None), int)}
-    layers = [getattr(getattr(cache, "self_attention_cache", cache), "layers", []) for cache in caches]
-    keys = [getattr(cache[place], "keys", None) for cache in layers for place in places if place < len(cache)]
+    keys = [getattr(layers[place], "keys", None) for place in places if place < len(layers)]
     return any(tensor is not None and tensor.numel() > 0 for tensor in keys)
 
 
@@ -167,9 +154,9 @@ SecondCall = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 def checkpoint_call(
+    block: nn.Module,
     fn: Callable[..., Any],
     *args: Any,
-    block: nn.Module | None = None,
     hold: Callable[[], SecondCall] | None = None,
     has_same_inputs: bool = True,
     is_held: bool = False,
@@ -230,7 +217,7 @@ def checkpoint_call(
     lost = state.find_changes(repeats_code)
     if state.changed or state.written:
         states_to_restore.append(state)
-    if isinstance(compared, SecondRun):
+    if compared is not None and compared.is_whole:
         compared.end_first_run(keeps_tensors=lost is not None)
     elif lost is not None and not (is_held or is_measuring()):
         raise UnrestorableError(
@@ -238,7 +225,7 @@ def checkpoint_call(
             f"and there is no copy to restore it from, while torch's checkpoint runs the block again in backward: "
             f"assign a new value to the attribute, change it from the first step on, or, {BLOCK_CLASSES_HINT}"
         )
-    if lost is not None and block is not None:
+    if lost is not None:
         report_change(block, lost)
     if hold is not None:
         calls[0] = hold()

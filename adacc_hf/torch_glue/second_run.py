@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointError
 
 from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, CheckpointMismatchError
 from adacc_hf.kernels._layout import is_dense
@@ -52,66 +51,69 @@ def is_measuring() -> bool:
     return _is_measuring.get()
 
 
-def comparison(block: nn.Module | None, has_same_inputs: bool, repeats_code: bool) -> SecondRun | LastRows | None:
+def comparison(block: nn.Module, has_same_inputs: bool, repeats_code: bool) -> RunComparison | None:
     """Return what compares the runs of a checkpointed call, or None if other inputs or a traced graph run again."""
-    if block is None or _is_measuring.get():
+    if _is_measuring.get():
         return None
-    if not _may_end_early.get(block, False):
-        return SecondRun(block, has_same_inputs)
-    return LastRows(block) if has_same_inputs and repeats_code and block not in _varying else None
+    is_whole = not _may_end_early.get(block, False)
+    is_partial = has_same_inputs and repeats_code and block not in _varying
+    return RunComparison(block, is_whole, has_same_inputs) if is_whole or is_partial else None
 
 
-def may_end_early(block: nn.Module | None) -> bool:
+def may_end_early(block: nn.Module) -> bool:
     """Return True if the second run of a call of `block` gives the same bits if it ends at the last saved tensor."""
-    return block is None or _may_end_early.get(block, _is_measuring.get())
+    return _may_end_early.get(block, _is_measuring.get())
 
 
-class SecondRun:
-    """Saved tensors of one checkpointed call of `block`. `run(fn)` returns `fn()` in the first and the second run. If
-    `has_same_inputs` is False (the second run decodes lossy payloads), other numbers in the second run are no error."""
+class RunComparison:
+    """Comparison of what the two runs of one checkpointed call of `block` save. `run(fn)` returns `fn()` in both.
 
-    def __init__(self, block: nn.Module, has_same_inputs: bool = True) -> None:
-        self._block = block
-        self._has_same_inputs = has_same_inputs
-        self._expected: list[Checksum | None] | None = None
-        """Checksums of the tensors that the first run saved. None before its end."""
-        self._tensors: list[torch.Tensor | None] = []
-        """Tensors that the present run has saved, None for tensors that are not compared."""
-        self._at_save: list[Checksum | None] = []
-        """Checksums when the first run saves each: in the second, a tensor filled later may have its old bits."""
-        self._at_last: list[Checksum | None] = []
-        """Checksums at the moment in which the second run saves its last tensor."""
+    If `is_whole`, all bits are compared, and the first run's tensors are kept until `end_first_run`. Otherwise, the
+    last row of each tensor is compared, at next to no cost. If `has_same_inputs` is False (the second run decodes lossy
+    payloads), other numbers in the second run are no error.
+    """
+
+    def __init__(self, block: nn.Module, is_whole: bool, has_same_inputs: bool = True) -> None:
+        self._block, self.is_whole, self._has_same_inputs = block, is_whole, has_same_inputs
+        self._has_begun = False
+        self._first: list[Checksum | None] | None = None
+        """Checksums of what the first run saved, None for a tensor that is not compared. None before its end."""
+        self._may_end_early = True
+        """False if the first run has saved a tensor before it had its last bits."""
         self._packed: list[_Packed] = []
         """Saved tensors of the first run, until `end_first_run`."""
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        hooks = outer_hooks()
+        hooks, is_first, self._has_begun = outer_hooks(), not self._has_begun, True
         assert hooks is not None  # those of torch's checkpoint
         pack, unpack = hooks
+        saved: list[torch.Tensor | None] = []
+        at_save: list[Checksum | None] = []  # in the second run, a tensor filled later may have its old bits
 
-        def pack_noted(tensor: torch.Tensor) -> _Packed:
-            self._note(tensor)
-            packed = _Packed(pack(tensor), tensor)
-            if self._expected is None:
-                self._packed.append(packed)
-            return packed
+        def pack_noted(tensor: torch.Tensor) -> Any:
+            part = torch.Tensor.detach if self.is_whole else _bytes_of_last_row
+            saved.append(part(tensor) if _is_compared(tensor) else None)
+            if not is_first or not self.is_whole:
+                return pack(tensor)  # an exception ends a second run at the last tensor
+            at_save.extend(_checksums(saved[-1:]))
+            self._packed.append(_Packed(pack(tensor), tensor))
+            return self._packed[-1]
 
-        def unpack_compared(packed: _Packed) -> torch.Tensor:
-            if packed.tensor is not None:
-                return packed.unpack()
-            try:
-                tensor = unpack(packed.checkpointed)  # the first one runs the call again
-            except CheckpointError as error:
-                raise _mismatch(self._block, "saves other tensors") from error
-            self._compare()
-            return tensor
+        def unpack_noted(packed: Any) -> torch.Tensor:
+            if not isinstance(packed, _Packed):
+                return unpack(packed)
+            return unpack(packed.checkpointed) if packed.tensor is None else packed.unpack()
 
-        with saved_tensors_hooks(pack_noted, unpack_compared):
-            result = fn()
-        if self._expected is None:
-            self._expected = _checksums(self._tensors)
-            self._tensors.clear()
-        return result
+        try:
+            with saved_tensors_hooks(pack_noted, unpack_noted):
+                return fn()
+        finally:
+            checksums = _checksums(saved) if self.is_whole else [_checksum_of_rows(saved)]
+            saved.clear()  # autograd keeps `pack_noted`
+            if is_first:
+                self._first, self._may_end_early = checksums, all(map(_is_equal, at_save, checksums))
+            elif self._first is not None:  # else `torch.autograd.grad` inside the block
+                self._compare(self._first, checksums)
 
     def end_first_run(self, keeps_tensors: bool) -> None:
         """Free the tensors that the first run saved, or keep them, so that no second run follows."""
@@ -119,58 +121,19 @@ class SecondRun:
             packed.tensor = None
         self._packed = []
 
-    def _note(self, tensor: torch.Tensor) -> None:
-        self._tensors.append(tensor.detach() if _is_compared(tensor) else None)
-        if self._expected is None:
-            self._at_save += _checksums(self._tensors[-1:])
-        elif len(self._tensors) == len(self._expected):
-            self._at_last = _checksums(self._tensors)
-
-    def _compare(self) -> None:
+    def _compare(self, first: list[Checksum | None], second: list[Checksum | None]) -> None:
         """Raise CheckpointMismatchError if the second run saved other tensors than the first."""
-        tensors, self._tensors = self._tensors, []
-        if not tensors or self._expected is None:
-            return
-        second = _checksums(tensors)
-        pairs = zip(self._expected, second, strict=True)  # torch has compared the numbers of tensors
-        wrong = [number for number, (first, again) in enumerate(pairs) if not _is_equal(first, again)]
+        if len(first) != len(second):
+            raise _mismatch(self._block, "saves other tensors")
+        wrong = [number for number, pair in enumerate(zip(first, second, strict=True)) if not _is_equal(*pair)]
         if wrong and self._has_same_inputs:
-            _report(self._block, f"gives other numbers (saved tensor {wrong[0]} of {len(second)})")
-        is_same = all(map(_is_equal, self._at_last, second)) and all(map(_is_equal, self._at_save, self._expected))
-        if not is_same:
-            log.info("Adacc: blocks of class %s run to their end under torch's checkpoint", type(self._block).__name__)
-        _may_end_early[self._block] = is_same
-
-
-class LastRows:
-    """Last rows of the tensors that the runs of a checkpointed call save, as `SecondRun`, at next to no cost."""
-
-    def __init__(self, block: nn.Module) -> None:
-        self._block, self._has_begun = block, False
-        self._first: Checksum | None = None
-
-    def run(self, fn: Callable[[], Any]) -> Any:
-        hooks, is_first, self._has_begun = outer_hooks(), not self._has_begun, True
-        assert hooks is not None  # those of torch's checkpoint
-        pack, unpack = hooks
-        rows: list[torch.Tensor] = []
-
-        def pack_noted(tensor: torch.Tensor) -> Any:
-            if _is_compared(tensor):
-                rows.append(_bytes_of_last_row(tensor))
-            return pack(tensor)  # an exception ends the second run at the last tensor
-
-        try:
-            with saved_tensors_hooks(pack_noted, unpack):
-                return fn()
-        finally:
-            with without_modes():
-                total = checksum_of_bytes(torch.cat([row.to(rows[0].device) for row in rows])) if rows else 0
-            rows.clear()  # autograd keeps `pack_noted`
-            if is_first:
-                self._first = total
-            elif not _is_equal(self._first, total):
-                _report(self._block, "gives other numbers")
+            which = f" (saved tensor {wrong[0]} of {len(second)})" if self.is_whole else ""
+            _report(self._block, f"gives other numbers{which}")
+        if self.is_whole:
+            _may_end_early[self._block] = self._may_end_early
+            if not self._may_end_early:
+                name = type(self._block).__name__
+                log.info("Adacc: blocks of class %s run to their end under torch's checkpoint", name)
 
 
 class _Packed:
@@ -234,6 +197,12 @@ def _bytes_of_last_row(tensor: torch.Tensor) -> torch.Tensor:
     local = local_of(tensor)
     with without_modes():
         return local[(-1,) * (local.dim() - 1)].flatten().clone().view(torch.uint8)
+
+
+def _checksum_of_rows(rows: Iterable[torch.Tensor | None]) -> Checksum:
+    compared = [row for row in rows if row is not None]
+    with without_modes():
+        return checksum_of_bytes(torch.cat([row.to(compared[0].device) for row in compared])) if compared else 0
 
 
 @torch.no_grad()

@@ -53,7 +53,7 @@ def gradients(block, is_checkpointed, change=lambda block: None, restore=lambda 
     torch.manual_seed(0)
     x = torch.randn(2, 5, 8, requires_grad=True)
     change(block)
-    result = checkpoint_call(block, x, block=block) if is_checkpointed else block(x)
+    result = checkpoint_call(block, block, x) if is_checkpointed else block(x)
     restore(block)
     result.square().sum().backward()
     return [x.grad, *(parameter.grad.clone() for parameter in block.parameters() if parameter.grad is not None)]
@@ -93,7 +93,7 @@ class FilledLater(nn.Module):
 def test_a_run_whose_saved_tensor_is_filled_later_never_ends_early():
     block = FilledLater()
     block.noise = torch.zeros(8)
-    checkpoint_call(block, torch.randn(2, 8, requires_grad=True), block=block).sum().backward()
+    checkpoint_call(block, block, torch.randn(2, 8, requires_grad=True)).sum().backward()
     assert not second_run.may_end_early(block)
 
 
@@ -101,7 +101,7 @@ def test_a_run_whose_saved_tensor_is_filled_later_never_ends_early():
 def test_a_second_run_on_lossy_inputs_may_differ_and_ends_where_it_gives_its_own_bits(last, may_end_early):
     block, x = Block(last).train(), torch.randn(2, 5, 8, requires_grad=True)
     hold = lambda: lambda: (block, ((x.detach() * 1.01).requires_grad_(),))  # noqa: E731
-    result = checkpoint_call(block, x, block=block, hold=hold, has_same_inputs=False)
+    result = checkpoint_call(block, block, x, hold=hold, has_same_inputs=False)
     result.sum().backward()
     assert second_run.may_end_early(block) == may_end_early
 
