@@ -40,7 +40,7 @@ from adacc_hf.torch_glue.private import (
     transform_level,
     unwritten_originals,
 )
-from adacc_hf.torch_glue.zero3 import BlockGathering, gathers_inside
+from adacc_hf.torch_glue.zero3 import gather_together, gathers_inside
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class Installation:
         """Each call of a block in a step, by name."""
         self._num_calls_before = dict.fromkeys(self.blocks, 0)
         self._undo: list[tuple[nn.Module, str, Any]] = []
-        self._gatherings = [BlockGathering(block) for _, block in blocks]
+        self._restore_hooks = [gather_together(block, self._set) for _, block in blocks]
         for name, block in blocks:
             for layer in checkpointed_layers(block):
                 self._set(layer, FLAG, False)
@@ -240,8 +240,8 @@ class Installation:
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = original
-        for gathering in self._gatherings:
-            gathering.remove()
+        for restore in self._restore_hooks:
+            restore()
         for function in self.blocks.values():
             function.is_installed = False
 

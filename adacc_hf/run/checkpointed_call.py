@@ -34,7 +34,8 @@ def run_checkpointed(
     place. If (traced graph, its inputs) is given, backward runs the graph instead of the block's Python code. Modules
     in `tiling` run in tiles.
     """
-    arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    arguments: dict[int | str, Any] = dict(enumerate(args))
+    arguments.update(kwargs)
     compressible = {
         place: arguments[place[0]]
         for place, (codec, _) in codecs.items()

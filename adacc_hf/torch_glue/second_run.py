@@ -108,7 +108,7 @@ class RunComparison:
             with saved_tensors_hooks(pack_noted, unpack_noted):
                 return fn()
         finally:
-            checksums = _checksums(saved) if self.is_whole else [_checksum_of_rows(saved)]
+            checksums: list[Checksum | None] = _checksums(saved) if self.is_whole else [_checksum_of_rows(saved)]
             saved.clear()  # autograd keeps `pack_noted`
             if is_first:
                 self._first, self._may_end_early = checksums, all(map(_is_equal, at_save, checksums))
