@@ -24,8 +24,8 @@ from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.tape.tiled_rows import in_tiles
-from adacc_hf.torch_glue.compat import checkpoint_call
 from adacc_hf.torch_glue.distributed import is_sharded
+from adacc_hf.torch_glue.second_run import checkpoint_call
 
 
 class BlockExecutor:

@@ -29,7 +29,6 @@ from adacc_hf.torch_glue.compat import (
     SETTER,
     Cache,
     PreTrainedModel,
-    checkpoint_call,
     has_keys,
     layerdrop_rates,
     only_reads_cache,
@@ -40,6 +39,7 @@ from adacc_hf.torch_glue.private import (
     transform_level,
     unwritten_originals,
 )
+from adacc_hf.torch_glue.second_run import checkpoint_call
 from adacc_hf.torch_glue.zero3 import gather_together, gathers_inside
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from adacc_hf.artifacts.policy import Place
 from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.kernels.codecs import Codec, Coder
 from adacc_hf.tape.tiled_rows import in_tiles
-from adacc_hf.torch_glue.compat import SecondCall, checkpoint_call
 from adacc_hf.torch_glue.private import version_of
+from adacc_hf.torch_glue.second_run import SecondCall, checkpoint_call
 from adacc_hf.torch_glue.tensors import is_plain
 
 

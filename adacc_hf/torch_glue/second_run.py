@@ -1,4 +1,4 @@
-"""Comparison of a checkpointed call's second run, in backward, with its first run.
+"""Calls under torch's checkpoint, and comparison of their second run, in backward, with the first run.
 
 torch's checkpoint assumes that a second run gives the saved tensors of the first. It does not if a number, hook or
 adapter that the block reads was changed before backward. The second run also ends at the last saved tensor, which may
@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, CheckpointMismatchError
+from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, CheckpointMismatchError, UnrestorableError
 from adacc_hf.kernels._layout import is_dense
-from adacc_hf.torch_glue.private import outer_hooks, version_of, viewed_tensor, without_modes
+from adacc_hf.torch_glue.block_state import BlockState, changes_in_place, report_change
+from adacc_hf.torch_glue.private import outer_hooks, tree_leaves, version_of, viewed_tensor, without_modes
+from adacc_hf.torch_glue.rng_state import RandomStates
 from adacc_hf.torch_glue.tensors import Checksum, bytes_in_order, checksum_of_bytes, is_fake, is_plain, local_of
 from adacc_hf.torch_glue.zero3 import saved_tensor, without_gathered_memory
 
@@ -46,11 +50,6 @@ def measuring() -> Iterator[None]:
         _is_measuring.reset(token)
 
 
-def is_measuring() -> bool:
-    """Return True inside `measuring`."""
-    return _is_measuring.get()
-
-
 def comparison(block: nn.Module, has_same_inputs: bool, repeats_code: bool) -> RunComparison | None:
     """Return what compares the runs of a checkpointed call, or None if other inputs or a traced graph run again."""
     if _is_measuring.get():
@@ -63,6 +62,94 @@ def comparison(block: nn.Module, has_same_inputs: bool, repeats_code: bool) -> R
 def may_end_early(block: nn.Module) -> bool:
     """Return True if the second run of a call of `block` gives the same bits if it ends at the last saved tensor."""
     return _may_end_early.get(block, _is_measuring.get())
+
+
+def keyword_arguments(fn: Any) -> dict[str, Any]:
+    """Return the keyword arguments that are bound in `fn`, a call of a block."""
+    return fn.keywords if isinstance(fn, partial) else {}
+
+
+SecondCall = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+"""Type of a function that returns (function, arguments) for the second run of a checkpointed forward."""
+
+
+def checkpoint_call(
+    block: nn.Module,
+    fn: Callable[..., Any],
+    *args: Any,
+    hold: Callable[[], SecondCall] | None = None,
+    has_same_inputs: bool = True,
+    is_held: bool = False,
+    repeats_code: bool = True,
+) -> Any:
+    """Run `fn(*args)`, a call of `block`, under torch's checkpoint. In backward, the call runs a second time, and must
+    save the tensors of the first run (`comparison`).
+
+    For the second run, buffers and attributes that the first run changed (`BlockState`) and Python's and numpy's
+    generators get their earlier values. If the first call changes other state, such as a list, this call and all later
+    ones run once. If a later call is the first that does so, raise UnrestorableError, unless `is_held`: then the caller
+    keeps the call's tensors until it has asked `changes_in_place`.
+
+    If `hold` is given, `hold()` is called after the first run, and the returned `SecondCall` stays alive in place of
+    `fn` and `args`. Set `has_same_inputs` to False if it decodes lossy payloads, and `repeats_code` to False if it runs
+    a traced graph. torch's hooks are removed even if `fn` raises: before torch 2.13 they would stay active.
+    """
+    if repeats_code and changes_in_place(block):
+        return fn(*args)
+    errors: list[BaseException] = []
+    has_begun = False
+    python_states, state = RandomStates(), BlockState(block, (args, keyword_arguments(fn)))
+    states_to_restore: list[BlockState | RandomStates] = []
+    # torch keeps `run` until backward. The call is in a list, so that the result of `hold` can replace it.
+    calls: list[SecondCall] = [lambda: (fn, args)]
+
+    def run_once() -> Any:
+        function, arguments = calls[0]()
+        return function(*arguments) if compared is None else compared.run(partial(function, *arguments))
+
+    def run(*_: torch.Tensor) -> Any:
+        nonlocal has_begun
+        if has_begun:  # in backward, or in `torch.autograd.grad` inside the block
+            with ExitStack() as stack:
+                for states in states_to_restore:
+                    stack.enter_context(states.temporarily_restored())
+                # If backward runs under autocast, autocast's cache would otherwise outlive this call.
+                stack.callback(torch.clear_autocast_cache)
+                return run_once()
+        has_begun = True
+        try:
+            return run_once()
+        except BaseException as error:
+            errors.append(error)
+            return None
+
+    compared = comparison(block, has_same_inputs, repeats_code)
+    # torch's checkpoint saves the generator states of its arguments' devices.
+    leaves = tree_leaves((args, keyword_arguments(fn)))
+    devices = dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
+    arguments = [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]
+    with set_checkpoint_early_stop(may_end_early(block)):
+        result = checkpoint(run, *arguments, use_reentrant=False)
+    if errors:
+        raise errors.pop()
+    if python_states.have_advanced():  # else they are freed: 23 KiB per block
+        states_to_restore.append(python_states)
+    lost = state.find_changes(repeats_code)
+    if state.changed or state.written:
+        states_to_restore.append(state)
+    if compared is not None and compared.is_whole:
+        compared.end_first_run(keeps_tensors=lost is not None)
+    elif lost is not None and not (is_held or _is_measuring.get()):
+        raise UnrestorableError(
+            f"forward of block class {type(block).__name__} changes {lost} in place, but did not in its first call, "
+            f"and there is no copy to restore it from, while torch's checkpoint runs the block again in backward: "
+            f"assign a new value to the attribute, change it from the first step on, or, {BLOCK_CLASSES_HINT}"
+        )
+    if lost is not None:
+        report_change(block, lost)
+    if hold is not None:
+        calls[0] = hold()
+    return result
 
 
 class RunComparison:

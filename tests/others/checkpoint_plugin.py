@@ -26,7 +26,7 @@ from adacc_hf.run.entries import PlanEntries
 from adacc_hf.tape.execution_plan import least_memory_choices
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tape_cache import TapeCache
-from adacc_hf.torch_glue.compat import keyword_arguments
+from adacc_hf.torch_glue.second_run import keyword_arguments
 
 
 class LeastMemory(PlanEntries):

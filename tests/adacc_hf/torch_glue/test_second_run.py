@@ -1,9 +1,11 @@
 """The second run of a checkpointed call gives the numbers of the first, or training stops."""
 
 import copy
+import random
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,8 @@ from torch.nn import functional as F
 
 from adacc_hf.artifacts.errors import CheckpointMismatchError
 from adacc_hf.torch_glue import second_run
-from adacc_hf.torch_glue.compat import checkpoint_call
+from adacc_hf.torch_glue.rng_state import RandomStates
+from adacc_hf.torch_glue.second_run import checkpoint_call
 from adacc_hf.torch_glue.tensors import weighted_sum
 
 SCALE = {"global": 1.0}
@@ -111,6 +114,21 @@ def test_a_measurement_in_another_thread_changes_nothing():
     with ThreadPoolExecutor(1) as thread, second_run.measuring():
         assert second_run.comparison(*call) is None
         assert thread.submit(second_run.comparison, *call).result() is not None
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_a_checkpointed_function_throws_the_same_dice_in_backward(draw):
+    def skips(x):
+        return x.exp() if draw() < 0.5 else x.sin().exp()
+
+    x = torch.ones(1, requires_grad=True)
+    state = RandomStates()
+    plain = torch.autograd.grad(sum(skips(x) for _ in range(12)), x)
+    state.restore()
+    outputs = [checkpoint_call(nn.Identity(), skips, x) for _ in range(12)]
+    state = RandomStates()
+    assert torch.equal(*torch.autograd.grad(sum(outputs), x), *plain)
+    assert not state.have_advanced()
 
 
 @pytest.mark.parametrize("size", [2, 1001, 2**18, 2**19 + 3])
