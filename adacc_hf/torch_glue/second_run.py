@@ -177,13 +177,19 @@ class RunComparison:
         saved: list[torch.Tensor | None] = []
         at_save: list[Checksum | None] = []  # in the second run, a tensor filled later may have its old bits
 
+        has_ended = False
+
         def pack_noted(tensor: torch.Tensor) -> Any:
+            nonlocal has_ended
             part = torch.Tensor.detach if self.is_whole else _bytes_of_last_row
             saved.append(part(tensor) if _is_compared(tensor) else None)
+            has_ended = True  # by an exception, if a second run ends at its last tensor
+            packed = pack(tensor)
+            has_ended = False
             if not is_first or not self.is_whole:
-                return pack(tensor)  # an exception ends a second run at the last tensor
+                return packed
             at_save.extend(_checksums(saved[-1:]))
-            self._packed.append(_Packed(pack(tensor), tensor))
+            self._packed.append(_Packed(packed, tensor))
             return self._packed[-1]
 
         def unpack_noted(packed: Any) -> torch.Tensor:
@@ -193,13 +199,15 @@ class RunComparison:
 
         try:
             with saved_tensors_hooks(pack_noted, unpack_noted):
-                return fn()
+                result = fn()
+            has_ended = True
+            return result
         finally:
             checksums: list[Checksum | None] = _checksums(saved) if self.is_whole else [_checksum_of_rows(saved)]
             saved.clear()  # autograd keeps `pack_noted`
             if is_first:
                 self._first, self._may_end_early = checksums, all(map(_is_equal, at_save, checksums))
-            elif self._first is not None:  # else `torch.autograd.grad` inside the block
+            elif has_ended and self._first is not None:  # else an error, or `torch.autograd.grad` inside the block
                 self._compare(self._first, checksums)
 
     def end_first_run(self, keeps_tensors: bool) -> None:

@@ -165,6 +165,20 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize("num_calls_before", [0, 2])
+def test_an_error_in_the_second_run_is_raised_as_it_is(num_calls_before):
+    """Memory may run out in backward, and a step is then repeated."""
+
+    def fail(*_):
+        raise torch.OutOfMemoryError
+
+    block = Block().train()
+    for _ in range(num_calls_before):
+        gradients(block, is_checkpointed=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        gradients(block, True, restore=lambda block: block.drop.register_forward_pre_hook(fail))
+
+
 @pytest.mark.parametrize(("name", "num_calls_before"), [*product(list(CHANGES)[:-1], [0, 2]), ("mode", 0)])
 def test_a_change_before_backward_stops_training(name, num_calls_before):
     block = Block().train()
