@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +24,7 @@ from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.shared_storage import RecordedBlock
 from adacc_hf.price.unreplayable_kinds import with_untrusted_memory
-from adacc_hf.run.blocks import BlockCall, Strategy
+from adacc_hf.run.blocks import BlockCall
 from adacc_hf.torch_glue.distributed import gradients_of
 from adacc_hf.torch_glue.memory import distinct_bytes
 from adacc_hf.torch_glue.meters import MemoryMeter, MemoryPoint
@@ -198,16 +199,16 @@ class CallMarks:
 
 
 @dataclass
-class _MarkedStrategy:
-    """Strategy of a block whose calls run under the strategy `inner`, and are marked."""
+class _CallObserver:
+    """Observer that marks one block call of each step."""
 
-    name: str
-    inner: Strategy
+    call: BlockCall
     marks: CallMarks
     is_first: bool
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.marks.run(self.name, lambda: self.inner.run(block, fn, args, kwargs), args, self.is_first)
+        run = partial(self.call.strategy.run, block, fn, args, kwargs)
+        return self.marks.run(self.call.name, run, args, self.is_first)
 
 
 class StepMarker:
@@ -215,19 +216,16 @@ class StepMarker:
     optimizer's step, and the rest. `calls` are the block calls of a step by name."""
 
     def __init__(self, calls: Mapping[str, BlockCall], meter: MemoryMeter) -> None:
-        self._markers, marks = [], CallMarks(meter, Measurement())
-        for index, (name, call) in enumerate(calls.items()):
-            marker = _MarkedStrategy(name, call.strategy, marks, is_first=index == 0)
-            self._markers.append((call, marker))
-            call.strategy = marker
+        self._calls, marks = list(calls.values()), CallMarks(meter, Measurement())
+        for index, call in enumerate(self._calls):
+            call.observer = _CallObserver(call, marks, is_first=index == 0)
         self._hook = register_optimizer_step_pre_hook(lambda *_: meter.mark((OPTIMIZER,)))
 
     def remove(self) -> None:
-        """Stop marking. Restore each block's earlier strategy, unless other code has set a new one since."""
-        for call, marker in self._markers:
-            if call.strategy is marker:
-                call.strategy = marker.inner
-        self._markers = []
+        """Stop marking."""
+        for call in self._calls:
+            call.observer = None
+        self._calls = []
         self._hook.remove()
 
 

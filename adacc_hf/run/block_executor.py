@@ -24,8 +24,8 @@ from adacc_hf.tape.inputs import argument_tensors
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.tape.tiled_rows import in_tiles
-from adacc_hf.torch_glue.compat import checkpoint_call
 from adacc_hf.torch_glue.distributed import is_sharded
+from adacc_hf.torch_glue.second_run import checkpoint_call
 
 
 class BlockExecutor:
@@ -67,10 +67,10 @@ class BlockExecutor:
             graph = self.known_shapes.paths.find_graph(block, fn, args) if has_graph else None
             self._checkpointed_graph = graph
             called = None if graph is None else graph(fn, args)
-            return run_checkpointed(block, self._in_tiles(block, fn), args, kwargs, self._input_coders(), called)
+            return run_checkpointed(block, fn, args, kwargs, self._input_coders(), called, self.plan.tiling)
         if self._must_be_checkpointed:
             self.tape_cache.fallbacks.add(UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS, self.name)
-            return checkpoint_call(fn, *args, block=block)
+            return checkpoint_call(block, fn, *args)
         if self._is_plain:
             precision, before = _precision(args), self._precision
             self._precision = before or precision
@@ -78,7 +78,7 @@ class BlockExecutor:
                 return fn(*args)
             if before not in (None, precision):
                 self.tape_cache.fallbacks.add(OTHER_OPERATORS, self.name)
-                return checkpoint_call(fn, *args, block=block)
+                return checkpoint_call(block, fn, *args)
         key = self.known_shapes.key(block, fn, args, kwargs, self.plan.tiling)
         if key is None:
             return self._run_untraced(block, fn, args)
@@ -88,21 +88,18 @@ class BlockExecutor:
         """Run a call that Dynamo cannot trace, so that nothing tells which operators it runs."""
         reason = self.known_shapes.paths.untraced or ""
         self.tape_cache.warn_not_replayed(self.name, self.plan.kind, reason)
-        fallback = self.entries.fallback_of(reason)
-        if fallback is not None:
-            self.tape_cache.fallbacks.add(fallback, self.name)
-        return self._run_unplanned(self.tape_cache.tapes_of_kind(self.plan.kind), block, fn, args)
+        self.tape_cache.fallbacks.add(self.entries.fallback_of(reason), self.name)
+        return self._run_unreplayed(self.tape_cache.tapes_of_kind(self.plan.kind), block, fn, args)
 
-    def _run_unplanned(self, tapes: Sequence[Tape], block: nn.Module, fn: Any, args: tuple[Any, ...]) -> Any:
-        """Run a call whose operators cannot be replayed. `tapes` are records of the block's kind."""
+    def _run_unreplayed(self, tapes: Sequence[Tape], block: nn.Module, fn: Any, args: tuple[Any, ...]) -> Any:
+        """Run a call without replay: under torch's checkpoint, or plainly if its plan is plain or it has collectives.
+        Either all ranks run a collective again in backward, or none (rule R13), and another rank may have a tape.
+        `tapes` are records of the block's kind."""
         self._must_be_checkpointed = any(map(_is_checkpointed_on_all_ranks, tapes))
-        if self._must_be_checkpointed:
-            return checkpoint_call(fn, *args, block=block)
-        return self._run_untaped(self._is_plain or any(tape.has_collectives for tape in tapes), block, fn, args)
-
-    def _in_tiles(self, block: nn.Module, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the call `fn` with modules in tiles if the plan says so."""
-        return fn if self.plan.tiling is None else in_tiles(block, self.plan.tiling, fn)
+        runs_once = self._is_plain or any(tape.has_collectives for tape in tapes)
+        if runs_once and not self._must_be_checkpointed:
+            return fn(*args)
+        return checkpoint_call(block, fn, *args)
 
     def _run_as(self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call with this `key` under the plan, or record it if there is no tape for the key."""
@@ -110,12 +107,12 @@ class BlockExecutor:
         if entry is not None and self._has_other_numbers(entry, fn, args):
             entry = None
         if entry is None:
-            return self._first_call(key, block, self._in_tiles(block, fn), args, kwargs)
-        self._count_fallback(entry)
+            return self._first_call(key, block, in_tiles(block, self.plan.tiling, fn), args, kwargs)
+        self.tape_cache.fallbacks.add(entry.fallback, self.name)
         self._latest = entry
         plan = entry.execution_plan
         if plan is None:
-            return self._run_unplanned([entry.tape], block, self._in_tiles(block, fn), args)
+            return self._run_unreplayed([entry.tape], block, in_tiles(block, self.plan.tiling, fn), args)
         externals = plan.fetch(block, args, kwargs)
         if externals is None:
             return self._run_with_other_tensors(key, entry, block, fn, args, kwargs)
@@ -125,7 +122,7 @@ class BlockExecutor:
         is_checked = self._is_due(entry)
         if is_checked and entry.symbolic_tape is not None:
             self.tape_cache.extend(entry.symbolic_tape, key)
-        return self._call(entry, plan, externals, block, self._in_tiles(block, fn), args, is_checked)
+        return self._call(entry, plan, externals, block, in_tiles(block, self.plan.tiling, fn), args, is_checked)
 
     def _has_other_numbers(self, entry: Entry, fn: Any, args: tuple[Any, ...]) -> bool:
         """Return True if the entry's tape, evaluated at a new size, is wrong. Its symbolic tape is then discarded."""
@@ -191,17 +188,7 @@ class BlockExecutor:
         if current_key != key:
             return self._run_as(current_key, block, fn, args, kwargs)
         self.tape_cache.fallbacks.add(OUT_OF_PLACE, self.name)
-        return self._run_untaped(entry.tape.has_collectives, block, self._in_tiles(block, fn), args)
-
-    def _count_fallback(self, entry: Entry) -> None:
-        if entry.fallback is not None:
-            self.tape_cache.fallbacks.add(entry.fallback, self.name)
-
-    @staticmethod
-    def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...]) -> Any:
-        """Run a call without a tape: under torch's checkpoint, or plainly if the block has collectives. Either all
-        ranks run a collective again in backward, or none (rule R13), and another rank may have a tape."""
-        return fn(*args) if has_collectives else checkpoint_call(fn, *args, block=block)
+        return self._run_unreplayed([entry.tape], block, in_tiles(block, self.plan.tiling, fn), args)
 
     def _call(
         self,
@@ -267,7 +254,7 @@ class BlockExecutor:
         self.known_shapes.paths.compare_graph(tape, fn, args)
         self.tape_cache.remember(tape, key, self.name)
         entry = self._latest = self.entries.add(key, tape, next_call=2)
-        self._count_fallback(entry)
+        self.tape_cache.fallbacks.add(entry.fallback, self.name)
         if entry.execution_plan is not None and not entry.execution_plan.is_plain:
             entry.unpacked_slots = recording.hand_over(entry.execution_plan, self._codecs(entry))
         recording.close()

@@ -39,10 +39,9 @@ def find_blocks(model: nn.Module, block_classes: tuple[str, ...] | None = None) 
     return blocks
 
 
-def inner_layers(block: nn.Module) -> list[nn.Module]:
-    """Return the layers inside `block` that Transformers could checkpoint one by one, as in Swin's stages."""
-    inner = [module for module in block.modules() if module is not block]
-    return [module for module in inner if isinstance(module, GradientCheckpointingLayer)]
+def checkpointed_layers(block: nn.Module) -> list[nn.Module]:
+    """Return the layers that Transformers could checkpoint: `block`, and layers inside it, as in Swin's stages."""
+    return [module for module in block.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def refuse_adapters(model: nn.Module) -> None:

@@ -1,8 +1,7 @@
 """Installation of removable functions that run the calls of a model's blocks.
 
-A GradientCheckpointingLayer of Transformers whose checkpointing flag is set passes its forward to a function: each
-block gets a function object of its own. For classes in `AdaccConfig.block_classes`, the function wraps `forward`
-instead.
+A function in place of `forward` of each block runs the block's calls in train mode. Hooks of the block run around the
+function, once per call. Meanwhile Transformers' own checkpointing of the blocks is off.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from threading import RLock
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,36 +23,28 @@ from adacc_hf.artifacts.errors import (
     NestedHooksError,
     PolicyMismatchError,
 )
-from adacc_hf.run.block_search import find_blocks, inner_layers, refuse_adapters, refuse_wrappers
+from adacc_hf.run.block_search import checkpointed_layers, find_blocks, refuse_adapters, refuse_wrappers
 from adacc_hf.torch_glue.compat import (
     FLAG,
-    FUNCTION,
     SETTER,
     Cache,
-    GradientCheckpointingLayer,
     PreTrainedModel,
-    block_of,
-    checkpoint_call,
-    drop_caching_warning,
-    has_filled_cache,
+    has_keys,
     layerdrop_rates,
     only_reads_cache,
-    without_caches,
 )
-from adacc_hf.torch_glue.dynamo import asking_function
 from adacc_hf.torch_glue.private import (
     eval_frame_callback,
     outer_hooks,
     transform_level,
     unwritten_originals,
 )
-from adacc_hf.torch_glue.zero3 import BlockGathering, gathers_inside
+from adacc_hf.torch_glue.second_run import checkpoint_call
+from adacc_hf.torch_glue.zero3 import gather_together, gathers_inside
 
 log = logging.getLogger(__name__)
 
 _ABSENT = object()
-_CALLS = ("forward", "__call__")
-"""Prefixes of the names of functions in which layers test their checkpointing flag."""
 
 
 class Strategy(Protocol):
@@ -61,13 +52,6 @@ class Strategy(Protocol):
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of `block` and return the result of `fn(*args)`. `kwargs` is already bound in `fn`."""
-
-
-@runtime_checkable
-class WrappedStrategy(Strategy, Protocol):
-    """Strategy that runs a block's calls under another one, and observes them."""
-
-    inner: Strategy
 
 
 class PlainStrategy:
@@ -81,27 +65,7 @@ class CheckpointStrategy:
     """Strategy that runs a block under torch's own checkpoint, for example in the steps before the first policy."""
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return checkpoint_call(fn, *args, block=block)
-
-
-class TrainingFlag:
-    """Replacement of a layer's checkpointing flag, so that Transformers calls the block function in training.
-
-    To a block's call, the flag is true if gradients are enabled, so generate() uses the key-value cache even in train
-    mode. To other code, it is as it was before the installation: TRL tests it, switches checkpointing off to generate,
-    and restores it.
-    """
-
-    def __init__(self, was_on: bool = False) -> None:
-        self.was_on = was_on
-        """True if checkpointing was enabled before the installation."""
-
-    def __bool__(self) -> bool:
-        if torch.compiler.is_compiling():  # compiled code has no frames, and only blocks check the flag there
-            return torch.is_grad_enabled()
-        asker = asking_function()
-        is_block = asker is None or asker.startswith(_CALLS)
-        return torch.is_grad_enabled() if is_block else self.was_on
+        return checkpoint_call(block, fn, *args)
 
 
 class BlockCall:
@@ -110,24 +74,26 @@ class BlockCall:
     def __init__(self, name: str, strategy: Strategy) -> None:
         self.name = name
         self.strategy = strategy
-
-    def replace_strategy(self, strategy: Strategy) -> None:
-        """Run the call under `strategy`. A `WrappedStrategy` stays around it: a policy may change within a step, and a
-        measurement of the step's memory must not lose its observers."""
-        if isinstance(self.strategy, WrappedStrategy):
-            self.strategy.inner = strategy
-        else:
-            self.strategy = strategy
+        self.observer: Strategy | None = None
+        """Strategy that runs `strategy`, whichever it is by then, and measures the call. None outside measurements."""
 
 
 class BlockFunction:
-    """Function around one block, which runs the block's calls under a strategy. A copy of the model runs plainly."""
+    """Replacement of a block's `forward`, which runs the block's calls in train mode under a strategy. A copy of the
+    model runs plainly."""
 
-    def __init__(self, name: str, block: nn.Module, strategy: Strategy, lock: Any = None) -> None:
+    def __init__(self, name: str, block: nn.Module, strategy: Strategy, lock: Any) -> None:
         self.name = name
-        self._lock = RLock() if lock is None else lock
+        self.block = block
+        self.is_installed = True
+        """False in a copy of the model, and after the removal."""
+        own_forward = block.__dict__.get("forward")
+        while isinstance(own_forward, BlockFunction):  # of an earlier policy
+            own_forward = own_forward.own_forward
+        self.own_forward: Callable[..., Any] | None = own_forward
+        """The `forward` that other code has set on the block itself, or None."""
+        self._lock = lock
         """Lock of the model, which a thread holds while it is inside a block."""
-        self.block: nn.Module | None = block
         self.calls = [BlockCall(name, strategy)]
         """The block's calls in a step, in order."""
         self.num_calls = 0
@@ -136,9 +102,18 @@ class BlockFunction:
         self.next_call = 0
         """Index of the next call in the step, among `calls`."""
 
-    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        if self.block is None or not torch.is_grad_enabled() or self._has_no_storage(args):
-            return fn(*args)
+    def __getstate__(self) -> dict[str, Any]:
+        return {"block": self.block, "own_forward": self.own_forward, "is_installed": False}
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The block's present `forward`: its class, or the class's method, may be replaced during a run."""
+        return type(self.block).forward.__get__(self.block) if self.own_forward is None else self.own_forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_training = self.is_installed and self.block.training and torch.is_grad_enabled()
+        if not is_training or self._has_no_storage(args):
+            return self.forward(*args, **kwargs)
         if torch.compiler.is_compiling() or eval_frame_callback() not in (None, False):  # traced, or compiled code
             raise CompiledBlockError(
                 f"block {self.name} runs inside a module that torch.compile compiles, where operators cannot be "
@@ -154,15 +129,17 @@ class BlockFunction:
             )
         if outer_hooks() is not None and not getattr(self.calls[0].strategy, "expects_outer_hooks", False):
             raise NestedHooksError(_describe_hooks(self.name, outer_hooks()))
-        arguments = (*args, *fn.keywords.values()) if isinstance(fn, partial) else args
-        if any(isinstance(argument, Cache) for argument in arguments) and not only_reads_cache(self.block):
-            if has_filled_cache(self.block, fn, args):
+        caches = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Cache)]
+        if caches and not only_reads_cache(self.block):
+            if any(has_keys(cache, self.block) for cache in caches):
                 raise ValueError(
                     f"block {self.name} gets past_key_values that contain keys (prefix tuning, or a text trained in "
                     f"segments): replay cannot preserve a cache, and training without it would give other results; "
                     f"train without adacc_hf, or without the cache (prompt tuning and LoRA need none)"
                 )
-            fn, args = without_caches(fn, args)
+            # A second run in backward would append to them.
+            args = tuple(None if isinstance(argument, Cache) else argument for argument in args)
+            kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
         if not self._lock.acquire(blocking=False):
             raise ConcurrentCallError(
                 f"block {self.name} is called in one thread while another thread is inside a block of the same model, "
@@ -171,7 +148,10 @@ class BlockFunction:
             )
         try:
             with unwritten_originals():
-                return self._run_inside_hooks(fn, args)
+                call, fn = self.calls[self.next_call], partial(self.forward, **kwargs)
+                result = (call.observer or call.strategy).run(self.block, fn, args, kwargs)
+                self.next_call = (self.next_call + 1) % len(self.calls)
+                return result
         except RuntimeError as error:
             if "support saved tensor hooks" not in str(error):
                 raise
@@ -181,38 +161,6 @@ class BlockFunction:
             ) from error
         finally:
             self._lock.release()
-
-    def _run_inside_hooks(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run the block's forward hooks, and between them its forward by the strategy. Transformers 5.17 passes the
-        block's `__call__` as `fn`, which runs the hooks: the forward is then replaced during the call. Hooks must not
-        be replayed, because FSDP2's gather the parameters before forward and free them afterwards."""
-        call = fn.func if isinstance(fn, partial) else fn
-        if getattr(call, "__func__", None) is not nn.Module.__call__:
-            return self._run(fn, args)
-        block = block_of(fn)
-        assert block is not None  # `fn` calls a module
-        forward, instance_forward = block.forward, block.__dict__.get("forward")
-
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            return self._run(partial(forward, **kwargs), args)
-
-        block.forward = replacement
-        try:
-            return fn(*args)
-        finally:
-            if instance_forward is None:
-                del block.forward
-            else:
-                block.forward = instance_forward
-
-    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a call of the block under the strategy of this call in the step."""
-        block = self.block
-        assert block is not None  # checked in `__call__`
-        kwargs = fn.keywords if isinstance(fn, partial) else {}
-        result = self.calls[self.next_call].strategy.run(block, fn, args, kwargs)
-        self.next_call = (self.next_call + 1) % len(self.calls)
-        return result
 
     def _has_no_storage(self, args: tuple[Any, ...]) -> bool:
         """Return True if the tensors in `args` have no storage: on device "meta", or inside a torch.func transform."""
@@ -234,9 +182,6 @@ class BlockFunction:
         names = [call_name(self.name, place) for place in range(len(self.calls) + 1, number + 1)]
         self.calls = [*self.calls, *(BlockCall(name, self.calls[0].strategy) for name in names)][:number]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _inert_function, (self.name,)
-
 
 def _describe_hooks(block: str, hooks: Any) -> str:
     owner = getattr(hooks[0], "__self__", None)
@@ -251,13 +196,6 @@ def _describe_hooks(block: str, hooks: Any) -> str:
         f"pair; switch the other pair off (gradient_checkpointing=False, activation_offloading=False, FSDP "
         f"activation_checkpointing=False) or train without adacc_hf"
     )
-
-
-def _inert_function(name: str) -> BlockFunction:
-    """Return the function of a copied or unpickled model, which runs the block plainly."""
-    function = BlockFunction(name, nn.Identity(), PlainStrategy())
-    function.block = None
-    return function
 
 
 class Installation:
@@ -278,35 +216,34 @@ class Installation:
         """Each call of a block in a step, by name."""
         self._num_calls_before = dict.fromkeys(self.blocks, 0)
         self._undo: list[tuple[nn.Module, str, Any]] = []
-        self._wraps_forward = block_classes is not None
-        self._gatherings = [BlockGathering(block) for _, block in blocks]
+        self._restore_hooks = [gather_together(block, self._set) for _, block in blocks]
         for name, block in blocks:
-            self._install(self.blocks[name], block)
+            for layer in checkpointed_layers(block):
+                self._set(layer, FLAG, False)
+            self._set(block, "forward", self.blocks[name])
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 self._set(module, SETTER, Reinstaller(self, getattr(module, SETTER)))
-        self._restore_warning = drop_caching_warning()
 
     @property
     def modules(self) -> dict[str, nn.Module]:
         """The blocks by name. The dict is empty after `remove`."""
-        return {name: function.block for name, function in self.blocks.items() if function.block is not None}
+        return {name: function.block for name, function in self.blocks.items() if function.is_installed}
 
     def remove(self) -> None:
         """Remove the functions, and restore all attributes of the model. Further calls have no effect."""
         while self._undo:
             module, name, original = self._undo.pop()
-            if name == "forward" and not isinstance(module.__dict__.get(name), WrappedForward):
+            if name == "forward" and not isinstance(module.__dict__.get(name), BlockFunction):
                 continue  # other code has replaced or removed it since
             if original is _ABSENT:
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = original
-        for gathering in self._gatherings:
-            gathering.remove()
+        for restore in self._restore_hooks:
+            restore()
         for function in self.blocks.values():
-            function.block = None
-        self._restore_warning()
+            function.is_installed = False
 
     def expect(self, calls: Iterable[str]) -> None:
         """Set the names of the block calls in a step, in call order and of every block, and begin a step."""
@@ -325,83 +262,35 @@ class Installation:
             function.next_call = 0
 
     def reinstall(self, model: nn.Module) -> None:
-        """Install the functions again, after other code has switched checkpointing on or off in `model`. `remove` then
-        restores what the other code has set."""
+        """Switch off the checkpointing of the blocks that other code has switched on in `model`. `remove` then restores
+        what the other code has set."""
         modules = set(model.modules())
         for place, (module, name, _) in enumerate(self._undo):
-            value = module.__dict__.get(name, _ABSENT)
-            if name in (FLAG, FUNCTION) and module in modules and not isinstance(value, (TrainingFlag, BlockFunction)):
-                self._undo[place] = module, name, value
-        for function in self.blocks.values():
-            block = function.block
-            if block is None or block not in modules:  # `block` is None if the functions were removed
-                continue
-            if self._wraps_forward and isinstance(block, GradientCheckpointingLayer):
-                block.__dict__[FLAG] = False
-            elif isinstance(block, GradientCheckpointingLayer):
-                flag = block.__dict__.get(FLAG)
-                was_on = flag.was_on if isinstance(flag, TrainingFlag) else bool(flag)
-                block.__dict__[FLAG] = TrainingFlag(was_on)
-                block.__dict__[FUNCTION] = function
-            for inner in inner_layers(block):
-                inner.__dict__[FLAG] = False
+            if name == FLAG and module in modules:
+                self._undo[place] = module, name, module.__dict__.get(name, _ABSENT)
+                module.__dict__[name] = False
 
     def uncalled(self) -> list[str]:
         """Return the names of the blocks that were never called with gradients enabled, [] with layerdrop."""
-        if layerdrop_rates(self.model):
-            return []
-        return [name for name, function in self.blocks.items() if function.num_calls == 0]
+        return self._without_calls_since(dict.fromkeys(self.blocks, 0))
 
     def skipped_blocks(self) -> list[str]:
         """Return the names of the blocks not called with gradients in the last step, [] with layerdrop."""
+        return self._without_calls_since(self._num_calls_before)
+
+    def _without_calls_since(self, before: dict[str, int]) -> list[str]:
         if layerdrop_rates(self.model):
             return []
-        return [name for name, function in self.blocks.items() if function.num_calls == self._num_calls_before[name]]
-
-    def _install(self, function: BlockFunction, block: nn.Module) -> None:
-        """Install `function` on `block`: through its checkpointing flag, or around its forward."""
-        for inner in inner_layers(block):  # would be checkpointed inside the block under any plan
-            self._set(inner, FLAG, False)
-        if not self._wraps_forward:
-            self._set(block, FLAG, TrainingFlag(was_on=bool(getattr(block, FLAG, False))))
-            self._set(block, FUNCTION, function)
-            return
-        if isinstance(block, GradientCheckpointingLayer):
-            self._set(block, FLAG, False)
-        own_forward = block.__dict__.get("forward")
-        while isinstance(own_forward, WrappedForward):  # remove the wrapper of an earlier policy
-            own_forward = own_forward.own_forward
-        self._set(block, "forward", WrappedForward(function, block, own_forward))
+        return [name for name, function in self.blocks.items() if function.num_calls == before[name]]
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         self._undo.append((module, name, module.__dict__.get(name, _ABSENT)))
         module.__dict__[name] = value
 
 
-class WrappedForward:
-    """Replacement of `forward` for classes that the user names: calls the block function in train mode."""
-
-    def __init__(self, function: BlockFunction, block: nn.Module, own_forward: Callable[..., Any] | None) -> None:
-        self.function = function
-        self.own_forward = own_forward
-        """The `forward` that other code has set on the block itself, or None."""
-        self._block = block
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """The block's present `forward`: its class, or the class's method, may be replaced during a run."""
-        return type(self._block).forward.__get__(self._block) if self.own_forward is None else self.own_forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        block = self.function.block
-        if block is None or not block.training:
-            return self.forward(*args, **kwargs)
-        return self.function(partial(self.forward, **kwargs), *args)
-
-
 class Reinstaller:
-    """Replacement of a model's `_set_gradient_checkpointing` that installs the block functions again: TRL switches
-    checkpointing off before reference forwards and on afterwards, which would drop them."""
+    """Replacement of a model's `_set_gradient_checkpointing`, after which the blocks are still not checkpointed: TRL
+    switches checkpointing off before reference forwards and on afterwards."""
 
     def __init__(self, installation: Installation, original: Callable[..., Any]) -> None:
         self.installation = installation

@@ -29,10 +29,9 @@ from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.tape.operator_effects import CHANGED_UNSEEN, COMPILED, RngUse, runs_compiled_code
 from adacc_hf.tape.recorder import Recorder
 from adacc_hf.tape.replay import ReplayProgram, view
-from adacc_hf.torch_glue.compat import checkpoint_call
 from adacc_hf.torch_glue.private import outer_hooks, version_of
 from adacc_hf.torch_glue.rng_state import generator_state
-from adacc_hf.torch_glue.second_run import checksum, report_other_bits
+from adacc_hf.torch_glue.second_run import checkpoint_call, checksum, report_other_bits
 from adacc_hf.torch_glue.tensors import (
     PLAIN,
     Checksum,
@@ -371,7 +370,7 @@ class Recording:
             self._checkpoint = outer_hooks()
             return self.run(fn)
 
-        return checkpoint_call(run, *self._arguments[0], block=self.block, is_held=True)
+        return checkpoint_call(self.block, run, *self._arguments[0], is_held=True)
 
     def run(self, fn: Callable[..., Any]) -> Any:
         """Run and record a block's call under the plan, and return its result."""

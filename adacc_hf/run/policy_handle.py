@@ -142,7 +142,7 @@ class PolicyHandle:
             host_pool.reserve(self, plans.policy.predicted_host_bytes, self.installation.model)
         self.installation.expect(self.installation.calls if plans is None else plans.strategies)
         for name, call in self.installation.calls.items():
-            call.replace_strategy(CheckpointStrategy() if plans is None else plans.strategies[name])
+            call.strategy = CheckpointStrategy() if plans is None else plans.strategies[name]
         if plans is not None:  # else keep the head, because no batch size is safer with a plain head
             self._chunk_head(plans.policy.head == "chunked")
             self.plans, self.policy = plans, plans.policy

@@ -9,7 +9,7 @@ sizes that take the same branches. Nothing is compiled, and no operator runs whi
 
 NOTE [What Dynamo's guards leave out]
 1. Numbers that become inputs of the traced graph: integers among the arguments, numpy scalars. The values of these
-   numbers are part of a call's key (`TracedPath.numbers`). The key also contains the signs of zeros, the positions of
+   numbers are part of a call's key (`TracedPath.numbers`). A traced path compares the signs of zeros, the positions of
    lists inside tuples among the arguments, and the order of dicts.
 2. Some of torch's settings (`settings_of_torch`), which are part of the key too.
 3. Tensors of the block that the code reaches by other objects than the block's attributes, such as a list of layers or

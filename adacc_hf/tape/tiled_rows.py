@@ -78,11 +78,12 @@ def watching_tiles(watcher: Watcher) -> Iterator[None]:
 
 def in_tiles(block: nn.Module, tiling: Tiling | None, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fn`, a call of `block`, changed to run its row-wise modules in tiles unless `tiling` is None."""
-    return fn if tiling is None else partial(run_in_tiles, block, tiling, fn)
+    keywords = fn.keywords if isinstance(fn, partial) else {}
+    return fn if tiling is None else partial(run_in_tiles, block, tiling, fn, **keywords)
 
 
-def run_in_tiles(block: nn.Module, tiling: Tiling, fn: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of `fn(*args)`, a call of `block` whose row-wise modules run in tiles."""
+def run_in_tiles(block: nn.Module, tiling: Tiling, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the result of `fn`, a call of `block` whose row-wise modules run in tiles."""
     with ExitStack() as stack:
         for index, path in enumerate(tiling.modules):
             module = block.get_submodule(path)
@@ -90,7 +91,7 @@ def run_in_tiles(block: nn.Module, tiling: Tiling, fn: Callable[..., Any], *args
             own = module.__dict__.get("forward", ABSENT)
             forward = partial(_forward_in_tiles, module, module.forward, own, function, tiling.num_tiles, index)
             stack.enter_context(_forward_attribute(module, forward))
-        return fn(*args)
+        return fn(*args, **kwargs)
 
 
 @contextmanager

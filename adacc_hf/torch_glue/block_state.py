@@ -42,9 +42,9 @@ _has_large_changes: WeakKeyDictionary[nn.Module, tuple[bool, list[bool]]] = Weak
 _reported: WeakSet[type[nn.Module]] = WeakSet()
 
 
-def changes_in_place(block: nn.Module | None) -> bool:
+def changes_in_place(block: nn.Module) -> bool:
     """Return True if a call of `block` changed state that cannot be restored, so that the block must not run twice."""
-    return block is not None and block in _changing
+    return block in _changing
 
 
 class BlockState:
@@ -52,7 +52,7 @@ class BlockState:
     the call. A Python object that is reached in another way than by attributes of modules and containers is not seen.
     """
 
-    def __init__(self, block: nn.Module | None, arguments: Any) -> None:
+    def __init__(self, block: nn.Module, arguments: Any) -> None:
         self._block = block
         self._namespaces: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """(attributes or buffers of a module, their values before the call)."""
@@ -64,8 +64,6 @@ class BlockState:
         """(attributes or buffers, name, value before) of each attribute that the call replaced."""
         self.written: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(tensor, values before) of each tensor that the call wrote to."""
-        if block is None:
-            return
         self._flags = [module.training for module in block.modules()]
         has_large_changes, flags = _has_large_changes.get(block, (True, self._flags))
         self._limit = None if has_large_changes or flags != self._flags else SMALL_COPY
@@ -108,13 +106,11 @@ class BlockState:
             elif tensor.shape != copy.shape or not torch.equal(tensor, copy):
                 self.written.append((tensor, copy))
         self._namespaces, self._tensors, self._contents = [], {}, []
-        if self._block is not None:
-            has_large_changes = any(copy.nbytes > SMALL_COPY for _, copy in self.written)
-            _has_large_changes[self._block] = has_large_changes, self._flags
+        has_large_changes = any(copy.nbytes > SMALL_COPY for _, copy in self.written)
+        _has_large_changes[self._block] = has_large_changes, self._flags
         if not lost:
             return None
-        if self._block is not None:
-            _changing.add(self._block)
+        _changing.add(self._block)
         return lost[0]
 
     def restore(self) -> None:

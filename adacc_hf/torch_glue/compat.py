@@ -1,35 +1,25 @@
-"""Differences between releases of Transformers and torch (tested: transformers 5.5 to 5.24; torch 2.11 to 2.15).
-
-`checkpoint_call` runs a block under torch's checkpoint, and restores state that torch does not restore.
-"""
+"""Differences between releases of Transformers and torch (tested: transformers 5.5 to 5.24; torch 2.11 to 2.15)."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import PretrainedConfig, masking_utils
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, UnrestorableError
-from adacc_hf.torch_glue.block_state import BlockState, changes_in_place, report_change
 from adacc_hf.torch_glue.distributed import is_sharded, num_ranks
-from adacc_hf.torch_glue.private import CHECKPOINTED, forward_hooks, private_name, tree_leaves
-from adacc_hf.torch_glue.rng_state import RandomStates
-from adacc_hf.torch_glue.second_run import SecondRun, comparison, is_measuring, may_end_early
+from adacc_hf.torch_glue.private import CHECKPOINTED, forward_hooks, private_name
 from adacc_hf.torch_glue.watchers import patched
 
 FLAG = "gradient_checkpointing"
-FUNCTION = private_name("GradientCheckpointingLayer", "_gradient_checkpointing_func")
 SETTER = private_name("PreTrainedModel", "_set_gradient_checkpointing")
 _ATTENTION = private_name("PretrainedConfig", "_attn_implementation")
 _CACHE_ATTRIBUTE = "_can_checkpoint_with_cache"  # of classes of layers; absent in Transformers 5.17
@@ -40,9 +30,6 @@ CHECKPOINTING = "activation_checkpointing" if hasattr(PreTrainedModel, "is_activ
 
 __all__ = ["Cache", "GradientCheckpointingLayer", "PreTrainedModel", "PretrainedConfig"]
 """Names of Transformers, which other files import from here."""
-
-
-_LAYERS_LOG = logging.getLogger(GradientCheckpointingLayer.__module__)
 
 
 @cache
@@ -69,43 +56,16 @@ def shifts_labels(model: nn.Module) -> bool:
     return loss is ForCausalLMLoss and not is_encoder_decoder
 
 
-def keyword_arguments(fn: Any) -> dict[str, Any]:
-    """Return the keyword arguments that Transformers has bound in `fn`, which it passes to a checkpoint function."""
-    return fn.keywords if isinstance(fn, partial) else {}
-
-
-def block_of(fn: Any) -> nn.Module | None:
-    """Return the block that `fn` calls, or None. Transformers passes `fn` to a checkpoint function: in 5.17 a partial
-    of the bound `__call__`, and in 5.23 a partial of the class's `forward` with the block as its first argument."""
-    if isinstance(fn, partial) and fn.args and isinstance(fn.args[0], nn.Module):
-        return fn.args[0]
-    owner = getattr(fn.func if isinstance(fn, partial) else fn, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else None
-
-
-def without_caches(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return (fn, args) of a block's call without key-value caches, to which a second run in backward would append."""
-    args = tuple(None if isinstance(argument, Cache) else argument for argument in args)
-    keywords = keyword_arguments(fn)
-    if any(isinstance(argument, Cache) for argument in keywords.values()):
-        keywords = {name: None if isinstance(argument, Cache) else argument for name, argument in keywords.items()}
-        fn = partial(fn.func, *fn.args, **keywords)
-    return fn, args
-
-
 def only_reads_cache(block: nn.Module) -> bool:
     """Return True if `block` only reads key-value caches, so a second run of the block does not change them."""
     return bool(getattr(block, _CACHE_ATTRIBUTE, False))
 
 
-def has_filled_cache(block: nn.Module, fn: Any, args: tuple[Any, ...]) -> bool:
-    """Return True if a key-value cache among the arguments has entries for `block` before the call."""
-    caches = [value for value in (*args, *keyword_arguments(fn).values()) if isinstance(value, Cache)]
-    if not caches:
-        return False
+def has_keys(cache: Cache, block: nn.Module) -> bool:
+    """Return True if a key-value cache has entries for `block`."""
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
     places = {index for module in block.modules() if isinstance(index := getattr(module, "layer_idx", None), int)}
-    layers = [getattr(getattr(cache, "self_attention_cache", cache), "layers", []) for cache in caches]
-    keys = [getattr(cache[place], "keys", None) for cache in layers for place in places if place < len(cache)]
+    keys = [getattr(layers[place], "keys", None) for place in places if place < len(layers)]
     return any(tensor is not None and tensor.numel() > 0 for tensor in keys)
 
 
@@ -176,89 +136,6 @@ no_packed_sequences = partial(patched, [(masking_utils, "find_packed_sequence_in
 """Return a context without Transformers' detection of packed sequences, which reads the position ids, for fakes."""
 
 
-SecondCall = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
-"""Type of a function that returns (function, arguments) for the second run of a checkpointed forward."""
-
-
-def checkpoint_call(
-    fn: Callable[..., Any],
-    *args: Any,
-    block: nn.Module | None = None,
-    hold: Callable[[], SecondCall] | None = None,
-    has_same_inputs: bool = True,
-    is_held: bool = False,
-    repeats_code: bool = True,
-) -> Any:
-    """Run `fn(*args)`, a call of `block`, under torch's checkpoint. In backward, the call runs a second time, and must
-    save the tensors of the first run (`comparison`).
-
-    For the second run, buffers and attributes that the first run changed (`BlockState`) and Python's and numpy's
-    generators get their earlier values. If the first call changes other state, such as a list, this call and all later
-    ones run once. If a later call is the first that does so, raise UnrestorableError, unless `is_held`: then the caller
-    keeps the call's tensors until it has asked `changes_in_place`.
-
-    If `hold` is given, `hold()` is called after the first run, and the returned `SecondCall` stays alive in place of
-    `fn` and `args`. Set `has_same_inputs` to False if it decodes lossy payloads, and `repeats_code` to False if it runs
-    a traced graph. torch's hooks are removed even if `fn` raises: before torch 2.13 they would stay active.
-    """
-    if repeats_code and changes_in_place(block):
-        return fn(*args)
-    errors: list[BaseException] = []
-    has_begun = False
-    python_states, state = RandomStates(), BlockState(block, (args, keyword_arguments(fn)))
-    states_to_restore: list[BlockState | RandomStates] = []
-    # torch keeps `run` until backward. The call is in a list, so that the result of `hold` can replace it.
-    calls: list[SecondCall] = [lambda: (fn, args)]
-
-    def run_once() -> Any:
-        function, arguments = calls[0]()
-        return function(*arguments) if compared is None else compared.run(partial(function, *arguments))
-
-    def run(*_: torch.Tensor) -> Any:
-        nonlocal has_begun
-        if has_begun:  # in backward, or in `torch.autograd.grad` inside the block
-            with ExitStack() as stack:
-                for states in states_to_restore:
-                    stack.enter_context(states.temporarily_restored())
-                # If backward runs under autocast, autocast's cache would otherwise outlive this call.
-                stack.callback(torch.clear_autocast_cache)
-                return run_once()
-        has_begun = True
-        try:
-            return run_once()
-        except BaseException as error:
-            errors.append(error)
-            return None
-
-    compared = comparison(block, has_same_inputs, repeats_code)
-    # torch's checkpoint saves the generator states of its arguments' devices.
-    leaves = tree_leaves((args, keyword_arguments(fn)))
-    devices = dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
-    arguments = [torch.empty(0, device=device) for device in devices if device.type not in ("cpu", "meta")]
-    with set_checkpoint_early_stop(may_end_early(block)):
-        result = checkpoint(run, *arguments, use_reentrant=False)
-    if errors:
-        raise errors.pop()
-    if python_states.have_advanced():  # else they are freed: 23 KiB per block
-        states_to_restore.append(python_states)
-    lost = state.find_changes(repeats_code)
-    if state.changed or state.written:
-        states_to_restore.append(state)
-    if isinstance(compared, SecondRun):
-        compared.end_first_run(keeps_tensors=lost is not None)
-    elif lost is not None and not (is_held or is_measuring()):
-        raise UnrestorableError(
-            f"forward of block class {type(block).__name__} changes {lost} in place, but did not in its first call, "
-            f"and there is no copy to restore it from, while torch's checkpoint runs the block again in backward: "
-            f"assign a new value to the attribute, change it from the first step on, or, {BLOCK_CLASSES_HINT}"
-        )
-    if lost is not None and block is not None:
-        report_change(block, lost)
-    if hold is not None:
-        calls[0] = hold()
-    return result
-
-
 def switch_checkpointing(
     model: nn.Module, on: bool, torch_options: dict[str, Any] | None = None, **options: Any
 ) -> None:
@@ -288,13 +165,3 @@ def without_layerdrop(model: nn.Module) -> Iterator[None]:
     finally:
         for owner, name, rate in rates:
             setattr(owner, name, rate)
-
-
-def drop_caching_warning() -> Callable[[], None]:
-    """Drop Transformers' warning on caches under checkpointing until the returned function is called."""
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("Caching is incompatible with gradient checkpointing")
-
-    _LAYERS_LOG.addFilter(is_other)
-    return partial(_LAYERS_LOG.removeFilter, is_other)

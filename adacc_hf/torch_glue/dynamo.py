@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import builtins
 import logging
-import os
 import re
-import sys
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cache
+from contextlib import ExitStack, contextmanager, nullcontext
 from operator import attrgetter
 from threading import RLock
 from typing import Any
@@ -54,7 +51,12 @@ class TracedGuards:
     """Dynamo's guards for one traced call of a block, and functions that read the unguarded inputs of its graph."""
 
     def __init__(
-        self, manager: Any, global_scope: dict[str, Any], inputs: _UnguardedInputs, dead_objects: _DeadObjects
+        self,
+        manager: Any,
+        global_scope: dict[str, Any],
+        scope: Scope,
+        inputs: _UnguardedInputs,
+        dead_objects: _DeadObjects,
     ) -> None:
         self._check = manager.check
         variables = {**manager.closure_vars, "G": global_scope}
@@ -72,7 +74,8 @@ class TracedGuards:
         self.is_partial = bool(inputs.met) or any(map(_hides_code, inputs.graph.graph.nodes))
         """True if the trace left out the code of an `autograd.Function` or of a function that other code has allowed in
         the graph, which no guard covers."""
-        self._raw_environment = dict(_raw_environment()) if inputs.reads_environment else None
+        self._properties = _compile_getter(dict.fromkeys(inputs.properties), variables)
+        self._expected = repr(self._properties(scope))
         self._classes = ClassReads(inputs.class_reads)
         self._dead_objects = dead_objects
         self._manager = manager
@@ -81,14 +84,10 @@ class TracedGuards:
         """Return True if all guards accept a call with the local variables `scope`. Observing modes are disabled."""
         if self._dead_objects:  # another object may get the address of one whose address a guard compares
             return False
-        if self._raw_environment is not None and self._raw_environment != _raw_environment():
-            return False  # Dynamo guards variables that were set when it traced, but not the absence of variables
         if not self._classes.are_current():
             return False
-        if not num_dispatch_modes():
-            return self._check(scope)
-        with _disable_current_modes():
-            return self._check(scope)
+        with _disable_current_modes() if num_dispatch_modes() else nullcontext():
+            return self._check(scope) and repr(self._properties(scope)) == self._expected
 
     def first_failure(self, scope: Scope) -> str:
         """Return Dynamo's description of the first guard that rejects a call in `scope`, or ""."""
@@ -153,7 +152,10 @@ def trace(
     because the traced path must be the path that runs later. Raise NotTraceableError if Dynamo cannot trace the whole
     call.
     """
-    dynamo = _dynamo_namespace()
+    from torch._dynamo import assume_constant_result, trace_rules
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._guards import TracingContext
+
     inputs = _UnguardedInputs()
 
     def backend(graph: Any, example_inputs: Any) -> Callable[..., Any]:
@@ -161,13 +163,14 @@ def trace(
         return _stop_trace
 
     # Each trace has its own code object, because Dynamo keeps a limited number of traces for each one.
-    names = {"__builtins__": builtins, "is_traced": dynamo.is_traced, "NotTraced": _NotTracedError}
+    is_traced = assume_constant_result(lambda: TracingContext.try_get() is not None)
+    names = {"__builtins__": builtins, "is_traced": is_traced, "NotTraced": _NotTracedError}
     probe = types.FunctionType(_probe.__code__.replace(), names)
     try:
         with (
             _TRACING,
-            opaque_functions(opaque or {}, dynamo.allowed_ids, inputs.met),
-            dynamo.tracing(ignored, inputs, has_counters) as dead_objects,
+            opaque_functions(opaque or {}, trace_rules._allowed_callable_ids, inputs.met),
+            _dynamo_prepared(ignored, inputs, has_counters) as dead_objects,
         ):
             options: dict[str, Any] = {"guard_filter_fn": inputs.filter_guards}
             compiled = torch.compile(probe, backend=backend, dynamic=True, fullgraph=True, options=options)
@@ -183,15 +186,10 @@ def trace(
         text = str(inner) if type(inner) is NotTraceableError else _in_one_line(error)
         drop_frames(error)
         raise NotTraceableError(text) from None
-    entries = dynamo.cache_entries(probe.__code__)
+    entries = _debug_get_cache_entry_list(probe.__code__)
     if len(entries) != 1:
         raise NotTraceableError("Dynamo finds no tensor operator in it")
-    return TracedGuards(entries[0].guard_manager, probe.__globals__, inputs, dead_objects)
-
-
-def asking_function() -> str | None:
-    """Return the name of the function that has called the caller, or None in a trace, which leaves this out."""
-    return sys._getframe(2).f_code.co_name
+    return TracedGuards(entries[0].guard_manager, probe.__globals__, scope, inputs, dead_objects)
 
 
 def drop_frames(error: BaseException | None) -> None:
@@ -264,25 +262,27 @@ class _UnguardedInputs:
 
     def __init__(self) -> None:
         self.numbers: list[str] = []
-        """Expressions of inputs that are neither tensors nor sizes, and of properties that no guard compares: the sign
-        of a zero, a list in a tuple, the order of a dict."""
+        """Expressions of inputs that are neither tensors nor sizes."""
+        self.properties: list[str] = []
+        """Expressions of what decides the path, but no guard compares: the sign of a zero, a list in a tuple, the order
+        of a dict, the absence of an environment variable."""
         self.tensors: list[str] = []
         """Expressions of tensors that are neither arguments nor parameters or buffers."""
         self.all: list[str] = []
         """Expressions of all inputs of the graph, in order."""
         self.graph: Any = None
         self.met: set[type[Function]] = set()
-        self.reads_environment = False
         self.class_reads: dict[tuple[type, str], None] = {}
         """(class, name) of each attribute that the traced code looked up on a class."""
 
     def filter_guards(self, guards: Sequence[Any]) -> list[bool]:
-        """Return True for each guard that must be checked. Add values that guards compare inexactly to `numbers`."""
+        """Return True for each guard that must be checked. Add values that guards compare inexactly to `properties`."""
         for guard in guards:
-            self.reads_environment |= ".environ" in guard.name
+            if ".environ" in guard.name:
+                self.properties.append(_ENVIRONMENT)
             name = guard.orig_guard.name
             if name and guard.guard_type in _EQUAL and _may_equal_another(guard.value):
-                self.numbers.append(name)
+                self.properties.append(name)
         return [not guard.name.endswith(_UNUSED_GUARDS) for guard in guards]
 
     def record_inputs(self, graph: Any) -> None:
@@ -313,12 +313,8 @@ def _decides_tensors(node: Any) -> bool:
     return is_tensor or any(_decides_tensors(user) for user in node.users if user.op != "output")
 
 
-def _raw_environment() -> dict[Any, Any]:
-    """Return the environment variables undecoded, as decoding would take longer than all of Dynamo's guards."""
-    variables: Any = os.environ
-    return getattr(variables, "_data", variables)
-
-
+_ENVIRONMENT = "hash(frozenset(__import__('os').environ._data.items()))"
+"""Expression of all environment variables, undecoded, as decoding would take longer than all of Dynamo's guards."""
 _EQUAL = ("CONSTANT_MATCH", "EQUALS_MATCH")
 """Names of Dynamo's guard types that compare the type of a value, and the value itself by `==`."""
 
@@ -345,97 +341,79 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:200] if lines else type(error).__name__
 
 
-@cache
-def _dynamo_namespace() -> Any:
-    """Import Dynamo, and return the functions through which `trace` uses Dynamo."""
-    import torch._dynamo
-    from torch._dynamo import config, trace_rules
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-    from torch._dynamo.guards import CheckFunctionManager
-    from torch._dynamo.variables.builder import VariableBuilder
-    from torch._dynamo.variables.torch import tracing_state_functions
-    from torch._guards import TracingContext
-    from torch.fx.experimental import _config as shape_config
-
-    settings = {
-        # Otherwise a float would be an input of the graph instead of a guard, and so would results of comparisons.
-        "specialize_float": True,
-        "allow_rnn": True,
-        # Hooks run with the block. Attributes of FSDP2's modules need guards as in other modules.
-        "skip_nnmodule_hook_guards": False,
-        "skip_fsdp_guards": False,
-        # Check guards of attributes one by one. Otherwise Dynamo would check versions of dicts, which miss a write to
-        # an object that is reachable in two ways.
-        "use_recursive_dict_tags_for_guards": False,
-        # Dynamo would split the graph at DDP's buckets.
-        "optimize_ddp": False,
-        # With symbolic sizes, nearly no operator's result is found in this cache, and filling it takes a third of a
-        # trace.
-        "fake_tensor_cache_enabled": False,
-        "suppress_errors": False,
-    }
-    settings = {name: value for name, value in settings.items() if hasattr(config, name)}
-
-    @contextmanager
-    def tracing(
-        ignored: Iterable[Callable[..., Any]], inputs: _UnguardedInputs, has_counters: bool
-    ) -> Iterator[list[Any]]:
-        """Change Dynamo's settings inside the `with` block. Yield the list of compared objects that have died."""
-        dead_objects = _DeadObjects()
-        original = CheckFunctionManager.id_ref
-
-        def id_ref(self: Any, obj: Any, *args: Any) -> int:
-            dead_objects.watch(obj)
-            return original(self, obj, *args)
-
-        messages = [getattr(logging.Logger, name) for name in _METHODS if hasattr(logging.Logger, name)]
-        states = tracing_state_functions()
-        before = dict(states)
-        with ExitStack() as stack:
-            stack.enter_context(
-                config.patch(settings | {_IGNORED: {warnings.warn, asking_function, *messages, *ignored}})
-            )
-            stack.enter_context(config.patch(allow_unspec_int_on_nn_module=has_counters))
-            stack.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
-            stack.enter_context(_disable_current_modes())
-            stack.enter_context(quiet_dynamo())
-            stack.enter_context(garbage_collection_disabled())  # a collection takes as long as a trace
-            stack.enter_context(more_operators())
-            stack.enter_context(
-                patched(
-                    [
-                        *identity_patches(inputs.numbers),
-                        *class_read_patches(inputs.class_reads, inputs.numbers),
-                        *dict_order_patches(inputs.numbers),
-                        (CheckFunctionManager, "id_ref", id_ref),
-                        # It would set an attribute of the model's tensors, which would be pickled with them.
-                        (VariableBuilder, "mark_static_input", lambda *_, **__: None),
-                    ]
-                )
-            )
-            states.update({question: False for question, answer in before.items() if answer is True})
-            hooks_error = _autograd._saved_tensors_hooks_get_disabled_error_message()
-            try:
-                yield dead_objects
-            finally:
-                states.update(before)
-                if hooks_error is None:  # else a trace of torch.func.grad leaves hooks disabled in the whole process
-                    _autograd._saved_tensors_hooks_enable()
-
-    @torch._dynamo.assume_constant_result
-    def is_traced() -> bool:
-        return TracingContext.try_get() is not None
-
-    return types.SimpleNamespace(
-        tracing=tracing,
-        is_traced=is_traced,
-        cache_entries=_debug_get_cache_entry_list,
-        allowed_ids=trace_rules._allowed_callable_ids,
-    )
+_SETTINGS = {
+    # Otherwise a float would be an input of the graph instead of a guard, and so would results of comparisons.
+    "specialize_float": True,
+    "allow_rnn": True,
+    # Hooks run with the block. Attributes of FSDP2's modules need guards as in other modules.
+    "skip_nnmodule_hook_guards": False,
+    "skip_fsdp_guards": False,
+    # Check guards of attributes one by one. Otherwise Dynamo would check versions of dicts, which miss a write to an
+    # object that is reachable in two ways.
+    "use_recursive_dict_tags_for_guards": False,
+    # Dynamo would split the graph at DDP's buckets.
+    "optimize_ddp": False,
+    # With symbolic sizes, nearly no operator's result is found in this cache, and filling it takes a third of a trace.
+    "fake_tensor_cache_enabled": False,
+    "suppress_errors": False,
+}
+"""Dynamo's settings during a trace. Some do not exist in every release."""
 
 
 @contextmanager
-def quiet_dynamo() -> Iterator[None]:
+def _dynamo_prepared(
+    ignored: Iterable[Callable[..., Any]], inputs: _UnguardedInputs, has_counters: bool
+) -> Iterator[_DeadObjects]:
+    """Change Dynamo's settings inside the `with` block. Yield the list of compared objects that have died."""
+    from torch._dynamo import config
+    from torch._dynamo.guards import CheckFunctionManager
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.torch import tracing_state_functions
+    from torch.fx.experimental import _config as shape_config
+
+    dead_objects = _DeadObjects()
+    original = CheckFunctionManager.id_ref
+
+    def id_ref(self: Any, obj: Any, *args: Any) -> int:
+        dead_objects.watch(obj)
+        return original(self, obj, *args)
+
+    messages = [getattr(logging.Logger, name) for name in _METHODS if hasattr(logging.Logger, name)]
+    settings: dict[str, Any] = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
+    settings |= {_IGNORED: {warnings.warn, *messages, *ignored}, "allow_unspec_int_on_nn_module": has_counters}
+    states = tracing_state_functions()
+    before = dict(states)
+    with ExitStack() as stack:
+        stack.enter_context(config.patch(settings))
+        stack.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(_quiet_dynamo())
+        stack.enter_context(garbage_collection_disabled())  # a collection takes as long as a trace
+        stack.enter_context(more_operators())
+        stack.enter_context(
+            patched(
+                [
+                    *identity_patches(inputs.properties),
+                    *class_read_patches(inputs.class_reads, inputs.properties),
+                    *dict_order_patches(inputs.properties),
+                    (CheckFunctionManager, "id_ref", id_ref),
+                    # It would set an attribute of the model's tensors, which would be pickled with them.
+                    (VariableBuilder, "mark_static_input", lambda *_, **__: None),
+                ]
+            )
+        )
+        states.update({question: False for question, answer in before.items() if answer is True})
+        hooks_error = _autograd._saved_tensors_hooks_get_disabled_error_message()
+        try:
+            yield dead_objects
+        finally:
+            states.update(before)
+            if hooks_error is None:  # else a trace of torch.func.grad leaves hooks disabled in the whole process
+                _autograd._saved_tensors_hooks_enable()
+
+
+@contextmanager
+def _quiet_dynamo() -> Iterator[None]:
     """Silence Dynamo's logs and all warnings, such as that about `.grad` of non-leaf tensors."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.level for logger in loggers]

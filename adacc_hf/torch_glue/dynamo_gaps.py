@@ -4,12 +4,12 @@ inference for grouped matrix products of some dtypes; traces of an `autograd.Fun
 Dynamo assumes that methods are not replaced, that classes and `__dict__`s get no new names, and that values read by the
 standard library (`os.getenv`) do not change. For two objects compared by `is`, Dynamo guards only their types. While
 Dynamo traces a call, the patches in this module (for `patched`) either guard such a read, or append a Python
-expression of it to the list `numbers`. The call's key contains the value of each expression in this list.
+expression of it to the list `properties`, whose values `TracedGuards.hold` compares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -22,9 +22,19 @@ from adacc_hf.torch_glue.tensors import storage_of
 from adacc_hf.torch_glue.watchers import Patch, patched
 
 
-def identity_patches(numbers: list[str]) -> list[Patch]:
+def _noted(original: Callable[..., Any], note: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `original`, changed to call `note` with its positional arguments first."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        note(*args)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def identity_patches(properties: list[str]) -> list[Patch]:
     """Return the patches that guard the identity of objects that traced code compares by `is` or uses as keys. For two
-    tensors that are compared, "a is b" is appended to `numbers` instead."""
+    tensors that are compared, "a is b" is appended to `properties` instead."""
     try:
         from torch._dynamo.variables import builtin, object_protocol
         from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -32,74 +42,71 @@ def identity_patches(numbers: list[str]) -> list[Patch]:
     except ImportError:  # before torch 2.13
         return []
 
-    def guarded(original: Callable[..., Any], places: Sequence[int], by_value: bool = True) -> Callable[..., Any]:
-        """Return `original`, a function of Dynamo, changed to guard the identity of the arguments at `places`."""
+    def guard_operands(first: Any, second: Any, *_: Any) -> None:
+        guard_identity(first)
+        guard_identity(second)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for place in places:
-                guard_identity(args[place], by_value)
-            return original(*args, **kwargs)
+    sources: list[Any] = []
 
-        return call
-
-    compare = object_protocol.vt_identity_compare
-    example, sources = getattr(builtin, "extract_fake_example_value", None), []
-
-    def tensor_to_compare(node: Any, *args: Any) -> Any:
-        """Return the example tensor of `node`. At the second operand of `is`, note the comparison."""
+    def note_tensor(node: Any, *_: Any) -> None:
+        """Note the comparison at the second operand of `is`."""
         sources.append(getattr(node.meta.get("grapharg"), "source", None))
         if len(sources) % 2 == 0 and None not in sources[-2:]:
-            numbers.append(" is ".join(map(name_of, sources[-2:])))
-        assert example is not None  # else Dynamo does not call this function
-        return example(node, *args)
+            properties.append(" is ".join(map(name_of, sources[-2:])))
 
+    compare = _noted(object_protocol.vt_identity_compare, guard_operands)
     patches: list[Patch] = [
-        (object_protocol, "vt_identity_compare", guarded(compare, (0, 1), by_value=False)),
-        (builtin, "vt_identity_compare", guarded(compare, (0, 1), by_value=False)),
-        (builtin, "extract_fake_example_value", tensor_to_compare),
+        (object_protocol, "vt_identity_compare", compare),
+        (builtin, "vt_identity_compare", compare),
         # Otherwise a key that Dynamo has not realized yet would be hashed without any guard.
         (LazyVariableTracker, "is_hashable_lazy", lambda self: False),
     ]
+    if hasattr(builtin, "extract_fake_example_value"):
+        example = builtin.extract_fake_example_value
+        patches.append((builtin, "extract_fake_example_value", _noted(example, note_tensor)))
+
     # `==` calls is_python_equal(self, other) in torch 2.13, and tp_richcompare_impl(self, tx, other, op) since 2.14.
     for name, places in (("is_python_equal", (0, 1)), ("tp_richcompare_impl", (0, 2)), ("hash_impl", (0,))):
         if name in vars(UserDefinedObjectVariable):
+
+            def guard_values(*args: Any, places: tuple[int, ...] = places) -> None:
+                for place in places:
+                    guard_identity(args[place], by_value=True)
+
             original = vars(UserDefinedObjectVariable)[name]
-            patches.append((UserDefinedObjectVariable, name, guarded(original, places)))
+            patches.append((UserDefinedObjectVariable, name, _noted(original, guard_values)))
     return patches
 
 
-def class_read_patches(class_reads: dict[tuple[type, str], None], numbers: list[str]) -> list[Patch]:
+def class_read_patches(class_reads: dict[tuple[type, str], None], properties: list[str]) -> list[Patch]:
     """Return the patches that add each attribute that traced code looks up on a class to `class_reads`, as (class,
-    name), and a hash of the names in each `__dict__` that the code reads to `numbers`. Globals of the standard library
-    are guarded too.
+    name), and a hash of the names in each `__dict__` that the code reads to `properties`. Globals of the standard
+    library are guarded too.
     """
     from torch._dynamo import symbolic_convert
     from torch._dynamo.variables import dicts, user_defined
 
-    def recording(original: Callable[..., Any], class_of: Callable[[Any], type]) -> Callable[..., Any]:
-        def look_up(*args: Any) -> Any:
-            class_reads[class_of(args[0].value), args[-1]] = None  # the name
-            return original(*args)
+    def note_of_object(variable: Any, *args: Any) -> None:
+        class_reads[type(variable.value), args[-1]] = None  # the name
 
-        return look_up
+    def note_of_class(variable: Any, *args: Any) -> None:
+        class_reads[variable.value, args[-1]] = None
 
     patches: list[Patch] = [(symbolic_convert, "is_stdlib", lambda _: False)]
-    for name in ("lookup_class_mro_attr", "get_source_by_walking_mro"):
-        for owner, class_of in (
-            (user_defined.UserDefinedObjectVariable, type),
-            (user_defined.UserDefinedClassVariable, lambda value: value),
-        ):
-            if name in vars(owner):
-                patches.append((owner, name, recording(vars(owner)[name], class_of)))
+    for owner, note in (
+        (user_defined.UserDefinedObjectVariable, note_of_object),
+        (user_defined.UserDefinedClassVariable, note_of_class),
+    ):
+        for name in {"lookup_class_mro_attr", "get_source_by_walking_mro"} & vars(owner).keys():
+            patches.append((owner, name, _noted(vars(owner)[name], note)))
     if hasattr(dicts, "DunderDictVariable"):
-        create = dicts.DunderDictVariable.create
 
-        def create_and_record(tx: Any, variable: Any) -> Any:
+        def note_dict(_: Any, variable: Any) -> None:
             if variable.source is not None:
-                numbers.append(f"hash(tuple({name_of(variable.source)}.__dict__))")
-            return create(tx, variable)
+                properties.append(f"hash(tuple({name_of(variable.source)}.__dict__))")
 
-        patches.append((dicts.DunderDictVariable, "create", staticmethod(create_and_record)))
+        create = _noted(dicts.DunderDictVariable.create, note_dict)
+        patches.append((dicts.DunderDictVariable, "create", staticmethod(create)))
     return patches
 
 
@@ -109,39 +116,27 @@ _ITERATING_METHODS = ("copy", "popitem", "update", "extend", "__iter__", "__or__
 """Names of the methods of dicts and lists that iterate over a whole dict."""
 
 
-def dict_order_patches(numbers: list[str]) -> list[Patch]:
+def dict_order_patches(properties: list[str]) -> list[Patch]:
     """Return the patches that append a hash of the names, in order, of each dict that traced code iterates."""
     from torch._dynamo.variables import dicts, lists
 
-    def record(variable: Any) -> None:
+    def note(variable: Any, *_: Any) -> None:
         variable = getattr(variable, "dv_dict", variable)  # the dict of a view
         name = "" if variable.source is None else name_of(variable.source)
         if isinstance(variable, dicts.ConstDictVariable) and name not in ("", "L['kwargs']"):
-            numbers.append(f"hash(tuple({name}))")
+            properties.append(f"hash(tuple({name}))")
 
-    def recording(original: Callable[..., Any]) -> Callable[..., Any]:
-        def iterate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            record(self)
-            return original(self, *args, **kwargs)
-
-        return iterate
-
-    def recording_by_name(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            if name in _ITERATING_METHODS:
-                for variable in (self, *args):
-                    record(variable.realize())
-            return original(self, tx, name, args, kwargs)
-
-        return call_method
+    def note_method(variable: Any, tx: Any, name: str, args: Any, *_: Any) -> None:
+        for each in (variable, *args) if name in _ITERATING_METHODS else ():
+            note(each.realize())
 
     owners = [owner for owner in vars(dicts).values() if isinstance(owner, type) and owner.__module__ == dicts.__name__]
-    patches: list[Patch] = []
-    for owner in (*owners, lists.ListVariable):
-        patches += [(owner, name, recording(vars(owner)[name])) for name in _ITERATING if name in vars(owner)]
-        if "call_method" in vars(owner):
-            patches.append((owner, "call_method", recording_by_name(vars(owner)["call_method"])))
-    return patches
+    notes = {**dict.fromkeys(_ITERATING, note), "call_method": note_method}
+    return [
+        (owner, name, _noted(vars(owner)[name], notes[name]))
+        for owner in (*owners, lists.ListVariable)
+        for name in notes.keys() & vars(owner).keys()
+    ]
 
 
 def guard_identity(variable: Any, by_value: bool = False) -> None:

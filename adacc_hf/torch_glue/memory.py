@@ -69,8 +69,6 @@ class StepMemory:
     """Bytes that forward stores for backward, without the loss itself."""
     peak_bytes: int
     """Peak of the live bytes during the step, static memory included."""
-    timeline: tuple[tuple[str, int], ...]
-    """(label, maximum of the live bytes until the next mark) of each mark of the meter, static memory included."""
 
 
 @contextmanager
@@ -101,7 +99,6 @@ def measure_step(
     meter = MemoryMeter.for_device(device)
     module_hooks = [hooks for module in model.modules() for kind in BACKWARD_HOOKS if (hooks := vars(module)[kind])]
     with without_gradient_hooks(model.parameters(), module_hooks), garbage_collection_disabled(), meter:
-        meter.mark(("forward",))
         loss = forward_loss(model, batch)
         meter.mark(("backward",))
         backward(loss)
@@ -115,7 +112,6 @@ def measure_step(
         static_bytes=live_bytes,
         stored_bytes=backward_start.live_bytes - loss_bytes,
         peak_bytes=live_bytes + meter.peak_bytes,
-        timeline=tuple((point.label[0], live_bytes + point.max_bytes) for point in meter.points),
     )
 
 

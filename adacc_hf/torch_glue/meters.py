@@ -98,21 +98,15 @@ def count_all_threads() -> Iterator[None]:
     Gloo's threads are often the last to free a tensor that ranks have exchanged, which would then count as live
     forever. c10's warnings, which are about freed blocks whose allocation the profiler did not record, are dropped.
     """
-    with ExitStack() as stack:
-        if all_threads_flag is not None:
-            stack.enter_context(_profiler_variable_set(all_threads_flag, True))
-        if log_level is not None:
-            stack.enter_context(_profiler_variable_set(log_level, max(_ERROR, log_level.value)))
-        yield
-
-
-@contextmanager
-def _profiler_variable_set(variable: Any, value: Any) -> Iterator[None]:
-    before, variable.value = variable.value, value
+    least_values = ((all_threads_flag, True), (log_level, _ERROR))
+    variables = [(variable, variable.value, least) for variable, least in least_values if variable is not None]
+    for variable, value, least in variables:
+        variable.value = max(value, least)
     try:
         yield
     finally:
-        variable.value = before
+        for variable, value, _ in variables:
+            variable.value = value
 
 
 MARK_BYTES = 64  # of the storage that marks a moment among the allocations
@@ -296,22 +290,16 @@ class CpuMemoryMeter(MemoryMeter):
             if error_type is None:
                 raise ProfilerConflictError(_BUSY.format("was started during the measurement"))
             return
+        labels, dying_bytes = [(), *self._labels], [*self._dying_bytes, 0]  # the first point precedes the first mark
         live = live_at_mark = maximum = 0
-        for reading in self._events.readings(self._marks):
+        for reading in (*self._events.readings(self._marks), None):
             if reading is None:
-                self._add_point(live_at_mark, maximum)
-                live_at_mark = maximum = live - self._dying_bytes[len(self.points) - 1]
+                self.points.append(MemoryPoint(labels[len(self.points)], live_at_mark, maximum))
+                live_at_mark = maximum = live - dying_bytes[len(self.points) - 1]
             else:
                 live = reading
                 maximum = max(maximum, live)
-        self._add_point(live_at_mark, maximum)
         self.points = self.points[1:]
-
-    def _add_point(self, live_bytes: int, max_bytes: int) -> None:
-        """Append the point of the next mark. The first point has an empty label, and precedes the first mark."""
-        index = len(self.points)
-        label = self._labels[index - 1] if index else ()
-        self.points.append(MemoryPoint(label, live_bytes, max_bytes))
 
 
 _open_meters: list[CpuMemoryMeter] = []

@@ -9,6 +9,7 @@ DeepSpeed's leaf modules (`deepspeed.utils.set_z3_leaf_modules`) and for blocks 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -59,65 +60,47 @@ class _Identity(Function):
         return gradient
 
 
-class BlockGathering:
-    """Change of ZeRO 3's hooks on one block and on the modules inside, until `remove`.
+def gather_together(block: nn.Module, set_attribute: Callable[[nn.Module, str, Any], None]) -> Callable[[], None]:
+    """Let ZeRO 3's hooks on `block` gather and free the parameters of all modules inside, and remove the hooks on these
+    modules. Return a function that restores the hooks. Attributes of modules are changed by `set_attribute`.
 
-    The hooks on the block gather and free the parameters of all modules inside, and the hooks on these modules are
-    removed. Their identity functions in autograd's graph stay, because the order in which autograd adds up gradients
-    depends on them. Does nothing to a block without such hooks.
+    The hooks' identity functions in autograd's graph stay, because the order in which autograd adds up gradients
+    depends on them. Nothing is done to a block without such hooks.
     """
+    changed: list[tuple[dict[int, Any], dict[int, Any]]] = []  # (the hooks of a module, a copy from before the change)
 
-    def __init__(self, block: nn.Module) -> None:
-        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        """(the hooks of a module, a copy of them from before the change), each a dict by id."""
-        self._attributes: list[tuple[nn.Module, str, Any]] = []
-        """(module, name, earlier value) of each attribute that was changed."""
-        if not any(map(_is_of_zero3, forward_pre_hooks(block).values())):
-            return
-        inner = _inner_modules(block)
-        others = [vars(module).get(_OTHERS_PARAMETERS) or {} for module in (block, *inner)]
-        self._set(block, _OTHERS_PARAMETERS, {key: value for each in others for key, value in each.items()})
-        self._set(block, _IS_LEAF, True)
-        for module, name in product((block, *inner), _COUNTERS):
-            vars(module).setdefault(name, 0)
-        for module in inner:
-            for hooks in (forward_pre_hooks(module), forward_hooks(module)):
-                self._remove_gathering(hooks)
-            for name in _GRAPH_FUNCTIONS:
-                if name in vars(module):
-                    self._set(module, name, _Identity)
-
-    def remove(self) -> None:
-        """Restore all hooks and attributes."""
-        while self._hooks:
-            hooks, before = self._hooks.pop()
+    def restore() -> None:
+        while changed:
+            hooks, before = changed.pop()
             added = {key: hook for key, hook in hooks.items() if key not in before}
             hooks.clear()
             hooks.update(before | added)
-        while self._attributes:
-            module, name, value = self._attributes.pop()
-            if value is None:
-                vars(module).pop(name, None)
-            else:
-                setattr(module, name, value)
 
-    def _remove_gathering(self, hooks: dict[int, Any]) -> None:
-        """Remove the hooks that gather, and let Dynamo trace the others, some of which are disabled for it."""
-        kept = {key: hook for key, hook in hooks.items() if not _gathers(hook)}
-        graph_hooks = [key for key, hook in kept.items() if is_identity_hook(hook)]
-        kept |= {key: getattr(kept[key], UNDISABLED, kept[key]) for key in graph_hooks}
-        if kept != hooks:
-            self._hooks.append((hooks, dict(hooks)))
-            hooks.clear()
-            hooks.update(kept)
-
-    def _set(self, module: nn.Module, name: str, value: Any) -> None:
-        self._attributes.append((module, name, vars(module).get(name)))
-        setattr(module, name, value)
+    if not any(map(_is_of_zero3, forward_pre_hooks(block).values())):
+        return restore
+    inner = _inner_modules(block)
+    others = [vars(module).get(_OTHERS_PARAMETERS) or {} for module in (block, *inner)]
+    set_attribute(block, _OTHERS_PARAMETERS, {key: value for each in others for key, value in each.items()})
+    set_attribute(block, _IS_LEAF, True)
+    for module, name in product((block, *inner), _COUNTERS):
+        vars(module).setdefault(name, 0)
+    for module in inner:
+        for hooks in (forward_pre_hooks(module), forward_hooks(module)):
+            # Dynamo must trace the hooks that stay. Some of them are disabled for it.
+            kept = {key: hook for key, hook in hooks.items() if not _gathers(hook)}
+            kept |= {key: getattr(hook, UNDISABLED, hook) for key, hook in kept.items() if is_identity_hook(hook)}
+            if kept != hooks:
+                changed.append((hooks, dict(hooks)))
+                hooks.clear()
+                hooks.update(kept)
+        for name in _GRAPH_FUNCTIONS:
+            if name in vars(module):
+                set_attribute(module, name, _Identity)
+    return restore
 
 
 def gathers_inside(block: nn.Module) -> bool:
-    """Return True if ZeRO 3 gathers the parameters of single modules in `block`, which has no `BlockGathering`."""
+    """Return True if ZeRO 3 gathers the parameters of single modules in `block` (before `gather_together`)."""
     return any(_gathers(hook) for module in _inner_modules(block) for hook in forward_pre_hooks(module).values())
 
 
@@ -135,8 +118,7 @@ def _gathers(hook: Any) -> bool:
 
 
 def is_identity_hook(hook: Any) -> bool:
-    """Return True for a hook of ZeRO 3 that only adds an identity to autograd's graph if its block has a
-    `BlockGathering`."""
+    """Return True for a hook of ZeRO 3 that only adds an identity to autograd's graph after `gather_together`."""
     return _is_of_zero3(hook) and hook.__name__ in _GRAPH_HOOKS
 
 

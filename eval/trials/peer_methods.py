@@ -29,12 +29,7 @@ from adacc_hf.eval.trials.methods import (
     install_checkpointing,
     measure_steady_step,
 )
-from adacc_hf.torch_glue.compat import (
-    FLAG,
-    FUNCTION,
-    SETTER,
-    GradientCheckpointingLayer,
-)
+from adacc_hf.torch_glue.compat import FLAG, SETTER, GradientCheckpointingLayer
 
 COMPILE_BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.05)
 """Values of `activation_memory_budget`: fractions of the bytes that the compiler saves by default. At 0 only inputs
@@ -118,7 +113,7 @@ def install_xformers(bench: Bench, budget: Budget | None, share: float) -> Insta
 
     blocks = [module for module in bench.model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for block in blocks:
-        setattr(block, FUNCTION, checkpoint_function())
+        vars(block)["_gradient_checkpointing_func"] = checkpoint_function()
         setattr(block, FLAG, True)
     return InstalledMethod(call=bench.model, promise=Promise.EXACT)
 

@@ -75,9 +75,9 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/tape/recorder.py", "== storage and share_elements(ref, write) for write", "== -1 for write"),
     ("adacc_hf/tape/tiled_rows.py", "or tuple(result.shape[:-1]) != expected:", ":"),
     ("adacc_hf/tape/guards.py", "return key._replace(layout=self._layout)", "return key"),
-    ("adacc_hf/torch_glue/dynamo.py", "and self._raw_environment != _raw_environment()", "and False"),
-    ("adacc_hf/run/blocks.py", "if function.num_calls == 0]", "if False]"),
-    ("adacc_hf/run/checkpointed_call.py", "if version_of(tensor) == versions[place]:", "if True:"),
+    ("adacc_hf/torch_glue/dynamo.py", "self.properties.append(_ENVIRONMENT)", "pass"),
+    ("adacc_hf/run/blocks.py", "self._without_calls_since(dict.fromkeys(self.blocks, 0))", "[]"),
+    ("adacc_hf/run/checkpointed_call.py", "and version_of(tensor) == versions[place]:", ":"),
     ("adacc_hf/integrations/lightning.py", "if interval and trainer.global_step % interval == 0:", "if interval:"),
     ("kernels/_triton.py", "is_aligned = addresses % ALIGNMENT == 0", "is_aligned = True"),
     # What the front ends and the compiled step promise.

@@ -8,6 +8,7 @@ recomputes all activations that it can. See docs/TRANSFORMERS_TESTS.md.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
@@ -25,7 +26,7 @@ from adacc_hf.run.entries import PlanEntries
 from adacc_hf.tape.execution_plan import least_memory_choices
 from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tape_cache import TapeCache
-from adacc_hf.torch_glue.compat import block_of, keyword_arguments
+from adacc_hf.torch_glue.second_run import keyword_arguments
 
 
 class LeastMemory(PlanEntries):
@@ -62,6 +63,15 @@ class Record:
 
 
 RECORD = Record()
+
+
+def block_of(fn: Any) -> nn.Module | None:
+    """Return the block that `fn` calls, or None. Transformers 5.17 passes a partial of the bound `__call__`, and 5.23 a
+    partial of the class's `forward` with the block as its first argument."""
+    if isinstance(fn, partial) and fn.args and isinstance(fn.args[0], nn.Module):
+        return fn.args[0]
+    owner = getattr(fn.func if isinstance(fn, partial) else fn, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def checkpoint_by_replay(function: Callable[..., Any], *args: Any, **_: Any) -> Any:

@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, SwinConfig, SwinForI
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model, remove_policy
 from adacc_hf.artifacts.errors import NestedHooksError
-from adacc_hf.run.blocks import BlockFunction, Installation, TrainingFlag
+from adacc_hf.run.blocks import Installation
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.compat import FLAG, GradientCheckpointingLayer, PreTrainedModel
@@ -22,9 +21,6 @@ from adacc_hf.torch_glue.compat import FLAG, GradientCheckpointingLayer, PreTrai
 CONFIG = AdaccConfig(min_compress_bytes=0)
 NAMES = [n for n in ("gradient", "activation") if hasattr(PreTrainedModel, f"{n}_checkpointing_enable")]
 """Names of Transformers' checkpointing flags: both, or the first alone before 5.23."""
-hooks_forward = pytest.mark.skipif(
-    "__call__" in vars(GradientCheckpointingLayer), reason="this release hooks a block's call: no patch gets round it"
-)
 
 
 class Layer(nn.Module):
@@ -75,27 +71,6 @@ def recomputing(tiny_gpt2, token_batch, recompute_policy):
 def state_of(model):
     """Return all state of a module, hooks and attributes included."""
     return {name: {**module.__dict__} for name, module in model.named_modules()}
-
-
-def test_a_blocks_hooks_run_around_its_strategy():
-    """A block's hooks run around the strategy in every release: some pass on the whole call, some the forward alone."""
-    block, order = nn.Linear(2, 2), []
-    block.register_forward_pre_hook(lambda *_: order.append("before"))
-    block.register_forward_hook(lambda *_: order.append("after"))
-    x = torch.ones(1, 2)
-
-    class Noted:
-        def run(self, block, fn, args, kwargs):
-            order.append("run")
-            return fn(*args)
-
-    function = BlockFunction("block", block, Noted())
-    expected = block.forward(x)
-    assert torch.equal(function(partial(block.__call__, input=x)), expected)
-    assert order == ["before", "run", "after"]
-    assert torch.equal(function(partial(nn.Linear.forward, block), x), expected)
-    assert order[3:] == ["run"]
-    assert "forward" not in vars(block)
 
 
 def test_a_cache_in_training_is_not_filled(tiny_gpt2, token_batch, recomputing):
@@ -186,16 +161,15 @@ def test_a_copy_of_a_plain_model_trains_plainly(plain_model, run_steps, assert_s
         assert_same_steps(run_steps(twin, batch), plain)
 
 
-@hooks_forward
 def test_uncalled_blocks_are_reported(recomputing):
     """A block whose forward was replaced never reaches its function, and is reported."""
     model, batch, policy = recomputing
     with apply_policy(model, policy) as handle:
         block = model.transformer.h[1]
-        block.forward = lambda hidden, *args, **kwargs: hidden
+        forward, block.forward = block.forward, lambda hidden, *args, **kwargs: hidden
         model(**batch).loss.backward()
         assert handle.uncalled() == ["transformer.h.1"]
-        del block.forward
+        block.forward = forward
         model(**batch).loss.backward()
         assert handle.uncalled() == []
 
@@ -232,18 +206,17 @@ def test_named_classes_of_a_plain_model(plain_model, run_steps, assert_same_step
     assert torch.equal(plain_model(**batch).loss, loss)
 
 
-@hooks_forward
-def test_a_replaced_forward_is_reported_and_can_be_wrapped(tiny_gpt2, token_batch, monkeypatch):
-    """A class-level patch of forward bypasses Transformers' hook. Naming the class wraps the patched forward."""
-    model = tiny_gpt2()
+def test_a_class_with_a_replaced_forward_follows_its_policy(
+    tiny_gpt2, token_batch, run_steps, assert_same_steps, monkeypatch
+):
+    """A patch of the class's forward, as Liger's, may bypass Transformers' checkpointing, but not the policy."""
+    model, batch = tiny_gpt2(), token_batch()
     block_class = type(model.transformer.h[0])
-    forward = block_class.forward.__wrapped__
+    forward = getattr(block_class.forward, "__wrapped__", block_class.forward)
+    plain = run_steps(model, batch)
     monkeypatch.setattr(block_class, "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs))
-    with pytest.raises(ValueError, match=r"transformer\.h\.0 first, never reached Adacc.*block_classes"):
-        profile_model(model, token_batch())
-    config = AdaccConfig(block_classes=("GPT2Block",))
-    with recompute_all(model, token_batch(), config, config) as handle:
-        model(**token_batch()).loss.backward()
+    with recompute_all(model, batch, CONFIG) as handle:
+        assert_same_steps(run_steps(model, batch), plain)
         assert handle.uncalled() == []
 
 
@@ -259,39 +232,24 @@ def test_a_layer_of_a_derived_class_follows_its_policy(tiny_gpt2, token_batch, r
         assert all(executor.known_shapes for executor in handle.plans.strategies.values())
 
 
-# Readers of a block's checkpointing flag, and the value that each of them gets.
-
-ASKERS = {
-    "Transformers": lambda model: model.is_gradient_checkpointing,
-    "a block": lambda model: bool(model.transformer.h[0].gradient_checkpointing),
-}
-
-
 @pytest.mark.filterwarnings("ignore:.(is_)?gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("was_on", [False, True])
-@pytest.mark.parametrize("asker", ASKERS)
-def test_who_asks_from_outside_is_told_what_was(tiny_gpt2, token_batch, run_steps, assert_same_steps, asker, was_on):
-    """Code outside the blocks reads the flag's original value."""
+def test_checkpointing_may_be_off_to_generate(tiny_gpt2, token_batch, run_steps, assert_same_steps):
+    """TRL asks whether checkpointing is on, switches it off to generate, and on again."""
     model, batch = tiny_gpt2(), token_batch()
     plain = run_steps(model, batch)
-    if was_on:
-        model.gradient_checkpointing_enable()
-    profile = profile_model(model, batch, CONFIG)
-    before = state_of(model)
-    with apply_policy(model, uniform_policy(profile, "recompute")) as handle:
+    model.gradient_checkpointing_enable()
+    before = {name: {**vars(module)} for name, module in model.named_modules()}
+    with recompute_all(model, batch, CONFIG) as handle:
         for _ in range(2):
-            flag = ASKERS[asker](model)
-            assert flag is was_on
-            if flag:
-                model.gradient_checkpointing_disable()
-                with torch.no_grad():
-                    model(**batch)
-                model.gradient_checkpointing_enable()
+            assert model.is_gradient_checkpointing
+            model.gradient_checkpointing_disable()
+            with torch.no_grad():
+                model(**batch)
+            model.gradient_checkpointing_enable()
             assert_same_steps(run_steps(model, batch), plain)
         assert handle.uncalled() == []
     assert state_of(model).keys() == before.keys()
-    assert not any(isinstance(module.__dict__.get(FLAG), TrainingFlag) for module in model.modules())
-    assert was_on or not model.get_input_embeddings()._forward_hooks
+    assert all(block.gradient_checkpointing is True for block in model.transformer.h)
 
 
 @pytest.mark.filterwarnings("ignore:.(is_)?gradient_checkpointing:FutureWarning")

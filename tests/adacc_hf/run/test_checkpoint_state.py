@@ -1,5 +1,6 @@
 """Blocks that torch's checkpoint runs twice count, gather and draw once per step, as in plain training."""
 
+import math
 import random
 import sys
 from contextlib import nullcontext
@@ -194,3 +195,21 @@ def test_a_traced_block_runs_its_graph_in_backward(toy_model, toy_batch, run_ste
             sys.setprofile(None)
     assert_same_steps(ours, plain)
     assert calls.count("call") == 3 * len(model.layers)
+
+
+def test_a_traced_block_runs_no_graph_of_another_zero(toy_model, toy_batch, run_steps, assert_same_steps):
+    """Dynamo's guards compare by ==, so 0.0 and -0.0 pass alike."""
+
+    def signed(block, hidden):
+        return hidden + block.down(block.up(hidden) * math.copysign(1.0, block.zero))
+
+    batch, results = toy_batch(), []
+    for is_plain in (True, False):
+        model = toy_model(signed, setup=lambda block: setattr(block, "zero", 0.0))
+        policy = None if is_plain else checkpoint_policy(profile_model(model, batch, CONFIG))
+        with nullcontext() if policy is None else apply_policy(model, policy, CONFIG):
+            steps = run_steps(model, batch)
+            for block in model.layers:
+                block.zero = -0.0
+            results.append(steps + run_steps(model, batch))
+    assert_same_steps(*reversed(results))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.run.checkpointed_call import run_checkpointed
 
@@ -113,6 +114,18 @@ def test_an_encoded_input_is_let_go(block, name):
     assert died
     result.sum().backward()
     assert leaf.grad is not None
+
+
+def test_a_keyword_beside_tiles_is_encoded(block):
+    names, tiling = (None, "beside"), Tiling(modules=("down",), backward_only=("down",), num_tiles=2)
+    leaves, coder = [torch.randn(4, 64, requires_grad=True) for _ in range(2)], Counting()
+
+    def in_tiles(tensors):
+        fn, args, kwargs = call_of(block, names, tensors)
+        return run_checkpointed(block, fn, args, kwargs, {("beside",): (INT8, coder)}, tiling=tiling)
+
+    assert all(gradient is not None for gradient in gradients(in_tiles, leaves, block))
+    assert coder.num_encoded == 1
 
 
 class Counting:

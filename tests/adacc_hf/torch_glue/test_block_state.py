@@ -125,7 +125,7 @@ def test_an_iterator_counts_as_changed():
 )
 def test_a_changed_argument_is_found(make, change):
     argument = make()
-    snapshot = BlockState(None, ((torch.ones(1),), {"sink": argument}))
+    snapshot = BlockState(nn.Identity(), ((torch.ones(1),), {"sink": argument}))
     change(argument)
     assert snapshot.find_changes() == "an argument"
 

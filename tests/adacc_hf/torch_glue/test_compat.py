@@ -1,27 +1,9 @@
 """Names and behaviour of Transformers and torch that a release may change."""
 
-import logging
-import random
-from functools import partial
-
-import numpy
-import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from adacc_hf import apply_policy, profile_model
-from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue import compat
-from adacc_hf.torch_glue.compat import GradientCheckpointingLayer
-from adacc_hf.torch_glue.rng_state import RandomStates
-
-
-def test_the_block_of_a_call_is_found_as_every_release_hands_it_over():
-    block = nn.Linear(2, 2)
-    handed = [partial(block.__call__, x=1), partial(nn.Linear.forward, block, x=1), block.__call__, block.forward]
-    assert [compat.block_of(fn) for fn in handed] == [block] * 4
-    assert [compat.block_of(fn) for fn in (torch.sin, partial(torch.sin, out=None), [].append)] == [None] * 3
 
 
 def test_class_names_are_those_before_fsdp2(tiny_gpt2):
@@ -29,21 +11,6 @@ def test_class_names_are_those_before_fsdp2(tiny_gpt2):
     assert compat.class_name(block) == "GPT2Block"
     block.__class__ = type("FSDPGPT2Block", (FSDPModule, type(block)), {})
     assert compat.class_name(block) == "GPT2Block"
-
-
-@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
-def test_a_checkpointed_function_throws_the_same_dice_in_backward(draw):
-    def skips(x):
-        return x.exp() if draw() < 0.5 else x.sin().exp()
-
-    x = torch.ones(1, requires_grad=True)
-    state = RandomStates()
-    plain = torch.autograd.grad(sum(skips(x) for _ in range(12)), x)
-    state.restore()
-    outputs = [compat.checkpoint_call(skips, x) for _ in range(12)]
-    state = RandomStates()
-    assert torch.equal(*torch.autograd.grad(sum(outputs), x), *plain)
-    assert not state.have_advanced()
 
 
 class Twice(torch.autograd.Function):
@@ -70,34 +37,3 @@ def test_a_cast_tells_what_it_is_a_copy_of():
     assert compat.cast_source(leaf.to(torch.bfloat16)) is leaf
     others = [leaf, leaf * 2, leaf.detach().to(torch.bfloat16), (leaf * 2).to(torch.bfloat16), leaf.double().float()]
     assert [compat.cast_source(tensor) for tensor in others] == [None] * 5
-
-
-LOG = logging.getLogger(GradientCheckpointingLayer.__module__)
-
-
-@pytest.fixture
-def new_messages(caplog):
-    """Messages of Transformers' layers so far, without those logged before the test."""
-    logging.Logger.warning_once.cache_clear()
-    LOG.addHandler(caplog.handler)
-    # Once each: Transformers may pass its records on to pytest too.
-    yield lambda: list(dict.fromkeys(r.getMessage() for r in caplog.records if r.name == LOG.name))
-    LOG.removeHandler(caplog.handler)
-
-
-def recomputing(model, batch):
-    """Return `model` under a policy of a profile that logged no message."""
-    return apply_policy(model, uniform_policy(profile_model(model, batch), "recompute"))
-
-
-def caching(token_batch):
-    return {**token_batch(), "use_cache": True}
-
-
-def test_there_is_no_warning_under_a_policy(tiny_gpt2, token_batch, run_steps, new_messages):
-    model, filters = tiny_gpt2(use_cache=True), list(LOG.filters)
-    with recomputing(model, token_batch()):
-        run_steps(model, caching(token_batch), num_steps=1)
-        LOG.warning("another matter")
-    assert new_messages() == ["another matter"]
-    assert filters == LOG.filters

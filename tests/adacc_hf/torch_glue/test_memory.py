@@ -191,8 +191,7 @@ def test_a_measured_step_leaves_gradients_as_they_were(tiny_gpt2, token_batch):
     step = measure_step(model, batch)
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
     assert step.static_bytes == count_static_bytes(model, batch)
-    assert [label for label, _ in step.timeline] == ["start", "forward", "backward"]
-    assert step.peak_bytes == max(nbytes for _, nbytes in step.timeline)
+    assert step.peak_bytes >= step.static_bytes + step.stored_bytes > step.static_bytes
     changed_gradients = [g for g, c in zip(gradients, copies, strict=True) if not torch.equal(g, c)]
     assert not changed_gradients
 

@@ -1,9 +1,11 @@
 """The second run of a checkpointed call gives the numbers of the first, or training stops."""
 
 import copy
+import random
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,8 @@ from torch.nn import functional as F
 
 from adacc_hf.artifacts.errors import CheckpointMismatchError
 from adacc_hf.torch_glue import second_run
-from adacc_hf.torch_glue.compat import checkpoint_call
+from adacc_hf.torch_glue.rng_state import RandomStates
+from adacc_hf.torch_glue.second_run import checkpoint_call
 from adacc_hf.torch_glue.tensors import weighted_sum
 
 SCALE = {"global": 1.0}
@@ -53,7 +56,7 @@ def gradients(block, is_checkpointed, change=lambda block: None, restore=lambda 
     torch.manual_seed(0)
     x = torch.randn(2, 5, 8, requires_grad=True)
     change(block)
-    result = checkpoint_call(block, x, block=block) if is_checkpointed else block(x)
+    result = checkpoint_call(block, block, x) if is_checkpointed else block(x)
     restore(block)
     result.square().sum().backward()
     return [x.grad, *(parameter.grad.clone() for parameter in block.parameters() if parameter.grad is not None)]
@@ -93,7 +96,7 @@ class FilledLater(nn.Module):
 def test_a_run_whose_saved_tensor_is_filled_later_never_ends_early():
     block = FilledLater()
     block.noise = torch.zeros(8)
-    checkpoint_call(block, torch.randn(2, 8, requires_grad=True), block=block).sum().backward()
+    checkpoint_call(block, block, torch.randn(2, 8, requires_grad=True)).sum().backward()
     assert not second_run.may_end_early(block)
 
 
@@ -101,7 +104,7 @@ def test_a_run_whose_saved_tensor_is_filled_later_never_ends_early():
 def test_a_second_run_on_lossy_inputs_may_differ_and_ends_where_it_gives_its_own_bits(last, may_end_early):
     block, x = Block(last).train(), torch.randn(2, 5, 8, requires_grad=True)
     hold = lambda: lambda: (block, ((x.detach() * 1.01).requires_grad_(),))  # noqa: E731
-    result = checkpoint_call(block, x, block=block, hold=hold, has_same_inputs=False)
+    result = checkpoint_call(block, block, x, hold=hold, has_same_inputs=False)
     result.sum().backward()
     assert second_run.may_end_early(block) == may_end_early
 
@@ -111,6 +114,21 @@ def test_a_measurement_in_another_thread_changes_nothing():
     with ThreadPoolExecutor(1) as thread, second_run.measuring():
         assert second_run.comparison(*call) is None
         assert thread.submit(second_run.comparison, *call).result() is not None
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_a_checkpointed_function_throws_the_same_dice_in_backward(draw):
+    def skips(x):
+        return x.exp() if draw() < 0.5 else x.sin().exp()
+
+    x = torch.ones(1, requires_grad=True)
+    state = RandomStates()
+    plain = torch.autograd.grad(sum(skips(x) for _ in range(12)), x)
+    state.restore()
+    outputs = [checkpoint_call(nn.Identity(), skips, x) for _ in range(12)]
+    state = RandomStates()
+    assert torch.equal(*torch.autograd.grad(sum(outputs), x), *plain)
+    assert not state.have_advanced()
 
 
 @pytest.mark.parametrize("size", [2, 1001, 2**18, 2**19 + 3])
@@ -145,6 +163,20 @@ CHANGES = {
     "weight": (lambda b: b.up.weight.data.mul_(2.0), lambda b: b.up.weight.data.div_(3.0)),
     "mode": (lambda b: b.eval(), lambda b: b.train()),  # found only if the second run is complete, as numbers are equal
 }
+
+
+@pytest.mark.parametrize("num_calls_before", [0, 2])
+def test_an_error_in_the_second_run_is_raised_as_it_is(num_calls_before):
+    """Memory may run out in backward, and a step is then repeated."""
+
+    def fail(*_):
+        raise torch.OutOfMemoryError
+
+    block = Block().train()
+    for _ in range(num_calls_before):
+        gradients(block, is_checkpointed=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        gradients(block, True, restore=lambda block: block.drop.register_forward_pre_hook(fail))
 
 
 @pytest.mark.parametrize(("name", "num_calls_before"), [*product(list(CHANGES)[:-1], [0, 2]), ("mode", 0)])

@@ -11,8 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts.errors import PolicyMismatchError
+from adacc_hf.run.blocks import Installation
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.torch_glue.zero3 import BlockGathering, PartitionedView, without_zero3
+from adacc_hf.torch_glue.zero3 import PartitionedView, without_zero3
 
 BUILDERS = str(Path(__file__).parents[2] / "builders")
 SCRIPT = """
@@ -23,6 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.artifacts import tiles
 from adacc_hf.artifacts.plans import recompute_plan
+from adacc_hf.run.blocks import Installation
 from adacc_hf.solve.simple_policies import policy_of_plans, random_policy
 sys.path.append(sys.argv[3])
 from settled_collectives import settled
@@ -164,7 +166,7 @@ def partitioned_block():
 
 def test_only_the_block_gathers_its_parameters(partitioned_block):
     block = partitioned_block
-    gathering = BlockGathering(block)
+    gathering = Installation(block, ("Sequential",))
     assert block._z3_leaf
     assert len(block._forward_pre_hooks) == 1
     assert not block[0]._forward_pre_hooks
@@ -176,7 +178,7 @@ def test_only_the_block_gathers_its_parameters(partitioned_block):
 def test_removal_leaves_no_trace_and_retains_hooks_that_were_added(partitioned_block):
     block = partitioned_block
     before = [(dict(m._forward_pre_hooks), dict(m._forward_hooks), m.pre_bwd_fn) for m in block.modules()]
-    gathering = BlockGathering(block)
+    gathering = Installation(block, ("Sequential",))
     added = block[0].register_forward_pre_hook(print)
     gathering.remove()
     assert print in block[0]._forward_pre_hooks.values()
