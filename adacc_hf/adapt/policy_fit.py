@@ -33,9 +33,6 @@ log = logging.getLogger(__name__)
 USED_UP = 0.9
 """Fraction of the budget. A policy that fits and needs at least this fraction stays. One that needs less stays until a
 solver run is worth its time."""
-FAR_ABOVE = 0.05
-"""Fraction of the budget. The solver does not run if the policy that needed the least memory at another size exceeds
-the budget by more: it would take seconds to find one that needs hardly less."""
 MAX_PROFILES = 12
 """Number of recorded profiles of different sizes that are kept to predict further sizes."""
 ERROR_MARGIN = 0.05
@@ -54,8 +51,6 @@ class PolicyFit:
         """Recorded profiles of different sizes, the latest last."""
         self.predictor: Profile | None = None
         """Latest recorded profile that predicts other sizes."""
-        self._least: Policy | None = None
-        """Policy that needs the least memory, of the latest solver run at a size that no policy fits."""
         self.solver_ms: float | None = None
         """Time in ms of the latest solver run, or None before."""
 
@@ -174,28 +169,11 @@ class PolicyFit:
             return error.least or policy, text, False
 
     def solved(self, profile: Profile, memory_budget: str | float | int) -> Policy:
-        """Run the solver, and return its policy.
-
-        Raise InfeasibleBudgetError if no policy fits. Raise it without a solver run if the policy that needed the least
-        memory at another size is FAR_ABOVE the budget.
-        """
-        allowed = self._run.corrections.allowed(profile)
-        least = None if self._least is None else suitable_policy(self._least, allowed, self._config)
-        if least is not None and self._config.on_over_budget != "error":
-            budget = Budget.resolve(memory_budget, allowed, self._config)
-            needed = budget.needed_bytes(least)
-            if needed > (1 + FAR_ABOVE) * budget.nbytes:
-                what = "peak" if budget.limits_peak else "stored bytes"
-                text = f"memory_budget={budget.setting!r} is below {needed} bytes, the least {what} that is known"
-                raise InfeasibleBudgetError(text, needed, bound_bytes=0, least=least)
-        start = time.perf_counter()
+        """Run the solver, and return its policy. Raise InfeasibleBudgetError if no policy fits."""
+        bound, start = error_bound(self._config), time.perf_counter()
+        config = self._config if bound is None else self._config.with_overrides(max_error=bound)
         try:
-            bound = error_bound(self._config)
-            config = self._config if bound is None else self._config.with_overrides(max_error=bound)
-            return solve_policy(allowed, memory_budget, config)
-        except InfeasibleBudgetError as error:
-            self._least = error.least
-            raise
+            return solve_policy(self._run.corrections.allowed(profile), memory_budget, config)
         finally:
             self.solver_ms = 1e3 * (time.perf_counter() - start)
 
