@@ -27,13 +27,11 @@ from adacc_hf.adapt.policy_fit import NOTHING_FITS, PolicyFit, current_policy, d
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import put_latest
-from adacc_hf.artifacts.policy import Action, Plan, Policy
+from adacc_hf.artifacts.policy import Plan, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import Shapes
-from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.run.entries import OTHER_OPERATORS
 from adacc_hf.run.policy_handle import BlockPlans, PolicyHandle
-from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.batch_shapes import batch_shapes, describe, fits_in, num_elements
 from adacc_hf.torch_glue.memory import batch_bytes
 from adacc_hf.torch_glue.progress import announce, reported_if_slow
@@ -159,8 +157,13 @@ class PolicyChoice:
         if record is None:
             reason = f"no profile predicts batches of {describe(shapes)}"
             refuse_uncovered(self._run.config, ALL_BLOCKS, reason, SAME_SIZE)
-            if not self.is_unpredicted:  # a batch that is recorded gets a policy right away
-                self._warn_of_checkpoint(shapes, reason)
+            budget = self._run.budget(self.shown.profile)
+            if not self.is_unpredicted and budget.limits_peak:  # a batch that is recorded gets a policy right away
+                self._run.warn_of_memory(
+                    f"a batch runs under torch's checkpoint, because {reason}, and may take more than memory_budget="
+                    f"{budget.setting!r} allows: to avoid this, {SAME_SIZE}",
+                    key=shapes,
+                )
 
     def _smallest_around(self, shapes: Shapes, bounds: Shapes | None) -> SizePolicy | None:
         """Return the record of the smallest sizes in which `shapes` fits, within the `bounds` of its class, if any."""
@@ -323,34 +326,12 @@ class PolicyChoice:
                     key=OTHER_OPERATORS,
                 )
 
-    def _warn_of_checkpoint(self, shapes: Shapes, reason: str) -> None:
-        """Warn that a batch of `shapes` runs under torch's checkpoint, if the budget limits the peak."""
-        profile = self.shown.profile
-        budget, least_bytes = self._run.budget(profile), uniform_policy(profile, Action.RECOMPUTE).predicted_peak_bytes
-        if budget.limits_peak:
-            peak = profile.static_bytes + int(_ratio(shapes, self.shown.shapes) * (least_bytes - profile.static_bytes))
-            self._run.warn_of_memory(
-                f"a batch runs under torch's checkpoint, because {reason}. It takes about {peak} bytes "
-                f"({format_bytes(peak)}), {peak / budget.nbytes:.0%} of memory_budget={budget.setting!r}, and perhaps "
-                f"more. To avoid this, pad batches to one size, or begin with the largest",
-                key=shapes,
-            )
-
     def most_diverged(self) -> bool:
         """Return True if, in most micro-batches since the last call of this method, most block calls ran under torch's
         checkpoint, or operators that were not profiled, instead of their plans."""
         is_majority = 2 * self._num_diverged > self._num_batches
         self._num_batches = self._num_diverged = 0
         return is_majority
-
-
-def _ratio(shapes: Shapes, other: Shapes | None) -> float:
-    """Return the elements of `shapes` divided by those of `other`, in the tensors of both, or 1.0 if there are none."""
-    names = dict(shapes).keys() & dict(other or ()).keys()
-    elements, other_elements = (
-        num_elements(tuple((name, size) for name, size in batch or () if name in names)) for batch in (shapes, other)
-    )
-    return elements / other_elements if elements and other_elements else 1.0
 
 
 def _actions(policy: Policy) -> tuple[str, list[Plan]]:
