@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -10,7 +11,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adacc_hf.adapt.checkpoint_files import drop_files, load_from_checkpoint
+from adacc_hf.adapt.checkpoint_files import load_from_checkpoint
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.session import AdaccSession, SessionAdapter
 from adacc_hf.adapt.training_loop import PolicySource
@@ -18,7 +19,6 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE, PROFILE_FILE
 from adacc_hf.artifacts.tables import policy_tables
 from adacc_hf.callbacks.batched_steps import BatchedSteps, Step
-from adacc_hf.callbacks.compiled_phase import CompiledPhase
 from adacc_hf.callbacks.preconditions import (
     is_compiled,
     refuse_context_parallel,
@@ -33,6 +33,8 @@ from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.trainer_loop import TrainerLoop, add_to_log, is_training_log, run_folder
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 
+log = logging.getLogger(__name__)
+
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
 ADDED_LATE = (
@@ -40,8 +42,9 @@ ADDED_LATE = (
 )
 KEEP_ATTACHED = "call detach() after training only, and let errors of training_step end the run"
 REPORT, COMPILED_REPORT = "adacc_hf.reports.report", "adacc_hf.compiler.graph_report"
-"""Modules that make reports, imported by name when a report is requested, because callbacks/ must not import report
-modules."""
+COMPILED_RUN = "adacc_hf.compiler.compiled_run"
+"""Modules of extensions, imported by name when they are needed, because callbacks/ must not import extensions, and
+because Inductor is slow to import."""
 
 
 class AdaccCallback(SessionAdapter, TrainerCallback):
@@ -143,7 +146,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     ) -> None:
         if is_compiled(args, self._trainer):
             refuse_host_memory(self.config)
-            session.begin_with(CompiledPhase(session.state, checkpoint))
+            session.begin_with(import_module(COMPILED_RUN).begin_compiled_run(session.state))
             return
         refuse_offload(args)
         warn_of_checkpointing(args, session.state.model, self.config)
@@ -213,11 +216,11 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         self._save(run_folder(trainer.args, None if trial is None else trainer), trainer.state)
 
     def _save(self, folder: str, state: TrainerState) -> None:
-        if state.is_world_process_zero:
-            checkpoint = Path(folder) / f"checkpoint-{state.global_step}"
-            with self._begun.state.warning_of_write_errors(checkpoint):
-                drop_files(checkpoint)
-                self._begun.phase.save(checkpoint)
+        checkpoint = Path(folder) / f"checkpoint-{state.global_step}"
+        if checkpoint.is_dir():
+            self._begun.save(checkpoint)
+        elif state.is_world_process_zero:
+            log.warning("Adacc: no policy saved, because there is no folder %s; a resumed run solves again", checkpoint)
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
@@ -234,8 +237,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def detach(self) -> None:
         """Restore the model and the Trainer. Further calls have no effect."""
         if self.session is not None:
-            if self._compiled_phase is not None:
-                self._compiled_policy = self._compiled_phase.policy
+            self._compiled_policy = self._session.phase.policy or self._compiled_policy
             self._session.detach()
         if self._steps is not None:
             self._steps.close()
@@ -252,8 +254,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         without a profile. Raises ImportError without matplotlib.
         """
         if self.policy is None:
-            phase = self._compiled_phase
-            compiled_policy = self._compiled_policy if phase is None else phase.policy
+            compiled_policy = None if self.session is None else self._session.phase.policy or self._compiled_policy
             if compiled_policy is not None:
                 return import_module(COMPILED_REPORT).compiled_report(policy=compiled_policy, history=self.history)
             raise ValueError("AdaccCallback has no policy to report yet: call report() after the first training step")
@@ -263,12 +264,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
                 "`adacc report POLICY --profile PROFILE`, or pass policy as a function, so that the run is profiled"
             )
         return import_module(REPORT).policy_report(profile=self.profile, policy=self.policy, history=self.history)
-
-    @property
-    def _compiled_phase(self) -> CompiledPhase | None:
-        """The phase of the current run if the run uses torch.compile, else None."""
-        phase = None if self.session is None else self._session.phase
-        return phase if isinstance(phase, CompiledPhase) else None
 
     def _repr_markdown_(self) -> str:
         """Return the settings and, if there is a policy, a table of its actions, which notebooks show."""

@@ -6,7 +6,6 @@ profile, the corrections with the switched-off codecs, and the history. Tracking
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -28,8 +27,6 @@ from adacc_hf.artifacts.files import (
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.torch_glue.progress import announce
-
-log = logging.getLogger(__name__)
 
 STATE_VERSION = 4
 
@@ -101,9 +98,6 @@ def save_history(folder: str | Path, history: list[dict[str, Any]]) -> None:
 def save_in_checkpoint(folder: Path, saved: Saved, profile: Profile | None) -> None:
     """Write the run's state into the checkpoint `folder`, from which `drop_files` has removed the files of earlier
     runs, and the policy in use with its `profile`, which reports read."""
-    if not folder.is_dir():
-        log.warning("Adacc: no policy saved, because there is no folder %s; a resumed run solves again", folder)
-        return
     save_files(folder, saved.policies[0], profile)
     write_json(folder / STATE_FILE, saved.to_json(), indent=None)
 

@@ -7,7 +7,7 @@ NOTE [Phases of a run]
 | WarmUpPhase | torch's checkpoint | a run, a resumed run, other blocks or operators | the first policy, after a step |
 | FixedPolicyPhase | the user's policy, unchanged | such a policy | the run's end |
 | AdaptivePhase | policies that follow the data | the first solved policy | the run's end |
-| CompiledPhase | compiled graphs (callbacks/compiled_phase.py) | a model compiled as a whole | the run's end |
+| CompiledRun | compiled graphs (compiler/compiled_run.py) | a model compiled as a whole | the run's end |
 """
 
 from __future__ import annotations

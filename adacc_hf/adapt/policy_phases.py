@@ -166,10 +166,9 @@ class AdaptivePhase(FixedPolicyPhase):
         self.choice.begin_step()
         self._num_begun = 0
         self._count_accumulation(self._run.loop.num_micro)
-        current_step = self._run.current_step
-        if current_step >= self._tracking.due_step:
+        if self._run.current_step >= self._tracking.due_step:
             self._tracking.start()
-        if self.choice.shown.must_measure and not self._tracking.is_on and current_step >= self._peaks.first_step:
+        if self.choice.shown.must_measure and not self._tracking.is_on:
             self._peaks.start(self.handle)
 
     def begin_micro_batch(self, inputs: Any) -> None:
@@ -272,7 +271,7 @@ class AdaptivePhase(FixedPolicyPhase):
         if self._tracking.is_on:
             self._tracking.finish()
         if self._peaks.is_on:
-            self._peaks.compare(step)
+            self._peaks.compare()
             self._peaks.close()
         if run.num_without_state:
             self._count_state()

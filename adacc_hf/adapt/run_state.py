@@ -40,6 +40,11 @@ class Phase:
     """
 
     @property
+    def policy(self) -> Any:
+        """The `compiler.CompiledPolicy` of a run with torch.compile. Other runs have their policy in `RunState`."""
+        return None
+
+    @property
     def size_predictor(self) -> Profile | None:
         """A recorded profile that predicts batches of other sizes. None before sizes were recorded."""
         return None
