@@ -13,8 +13,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from adacc_hf.adapt.checkpoint_files import load_from_checkpoint
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, refuse_uncovered
+from adacc_hf.adapt.run_state import PolicySource
 from adacc_hf.adapt.session import AdaccSession, SessionAdapter
-from adacc_hf.adapt.training_loop import PolicySource
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE, PROFILE_FILE
 from adacc_hf.artifacts.tables import policy_tables

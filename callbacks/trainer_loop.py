@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import Trainer, TrainerState, TrainingArguments
 
-from adacc_hf.adapt.training_loop import TrainingLoop
+from adacc_hf.adapt.run_profiler import TrainingLoop
 
 
 class TrainerLoop(TrainingLoop):

@@ -54,7 +54,8 @@ class WarmUpPhase(Phase):
 
     def __init__(self, run: RunState, saved: Sequence[Policy] = (), reason: str | None = None) -> None:
         """Begin a run, with the `saved` policies of a checkpoint if it is resumed, or again, for a `reason`."""
-        self._run, self._saved, self._reason = run, saved, reason
+        super().__init__(run)
+        self._saved, self._reason = saved, reason
         self._num_before = run.num_steps
         """Number of finished steps of the run before this phase."""
         self._profiler = run.profiler
@@ -125,18 +126,12 @@ class WarmUpPhase(Phase):
         checkpointing = self._checkpointing
         self._profiler.begin(checkpointing, self._run.optimizer, inputs, head=checkpointing.head)
 
-    def note_loss(self, result: Any, inputs: Any) -> None:
-        self._profiler.end_forward(result[0] if isinstance(result, tuple) and result else result)
-
     def begin_optimizer_step(self) -> None:
-        self._profiler.end_backward()
+        super().begin_optimizer_step()
         self._profiler.begin_optimizer(self._run.model)
 
     def end_optimizer_step(self) -> None:
         self._profiler.end_optimizer()
-
-    def end_backward(self) -> None:
-        self._profiler.end_backward()
 
     def end_step(self, step: int) -> None:
         run = self._run
@@ -202,9 +197,6 @@ class WarmUpPhase(Phase):
         num_steps = run.num_steps - self._num_before
         run.note("policy", reason=self._reason, fallback_steps=num_steps, **predictions(policy))
         run.save()
-
-    def abandon_step(self) -> None:
-        self._profiler.remove()
 
     def ends(self) -> None:
         num_steps, config = self._run.num_steps, self._run.config

@@ -24,7 +24,7 @@ from torch import nn
 
 from adacc_hf.adapt.checkpoint_files import Saved, save_in_checkpoint
 from adacc_hf.adapt.history import describe_costs, describe_coverage, predictions
-from adacc_hf.adapt.oom_retry import TIGHTER, memory_reported, run_with_retry, tighter_budget
+from adacc_hf.adapt.oom_retry import TIGHTER, run_with_retry, tighter_budget
 from adacc_hf.adapt.peak_check import PeakCheck
 from adacc_hf.adapt.policy_checks import refuse_fallbacks
 from adacc_hf.adapt.policy_choice import PolicyChoice
@@ -56,15 +56,10 @@ class FixedPolicyPhase(Phase):
     """Phase of a run that trains under a fixed policy, which is not adapted to the data."""
 
     def __init__(self, run: RunState, handle: PolicyHandle) -> None:
-        self._run = run
+        super().__init__(run)
         self.handle = handle
         self._must_check = True
         self._has_forward = False
-
-    def attempt(self, run: Callable[[], Any]) -> Any:
-        """Call `run`, which trains on the micro-batch, once, because the policy is fixed. Return its result."""
-        with memory_reported(self._run.memory_report):
-            return run()
 
     def begin_forward(self, inputs: Any) -> None:
         self._has_forward = True
@@ -245,13 +240,9 @@ class AdaptivePhase(FixedPolicyPhase):
         is_wanted = self.choice.is_unpredicted if self._is_alone else self._is_due
         return is_wanted and not self._tracking.is_on and self._profiler.is_turn(self._num_begun, self._run.model)
 
-    def note_loss(self, result: Any, inputs: Any) -> None:
-        if self._profiler.live is not None:
-            self._profiler.end_forward(result[0] if isinstance(result, tuple) and result else result)
-
     def abandon_step(self) -> None:
         self._cancel()
-        self._profiler.remove()
+        super().abandon_step()
 
     def _cancel(self) -> None:
         """Stop the measurements of a step that has failed."""
@@ -260,8 +251,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._peaks.close()
 
     def end_backward(self) -> None:
-        if self._profiler.live is not None:
-            self._profiler.end_backward()
+        super().end_backward()
         if self._peaks.is_on:
             self._peaks.meter.end_backward()
 

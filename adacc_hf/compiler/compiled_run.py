@@ -67,7 +67,7 @@ class CompiledRun(Phase):
     def __init__(self, run: RunState, initial_policy: CompiledPolicy | None = None) -> None:
         """Install the partitioner for the run. The run follows `initial_policy` unchanged. If `initial_policy` is None,
         plans are made for the run's budget."""
-        self._run = run
+        super().__init__(run)
         self._config = config = run.config
         self._fraction = config.memory_budget if isinstance(config.memory_budget, float) else None
         _warn_of_idle_settings(config)

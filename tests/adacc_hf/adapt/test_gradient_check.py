@@ -25,9 +25,9 @@ from adacc_hf.adapt.gradient_check import (
     peaks_with_samples,
 )
 from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt.run_profiler import TrainingLoop
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.adapt.tracking import Tracking
-from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import measure_step, static_bytes

@@ -10,8 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer
 
 from adacc_hf import AdaccCallback, AdaccConfig
-from adacc_hf.adapt.run_profiler import InnerSteps, RunProfiler
-from adacc_hf.adapt.training_loop import TrainingLoop
+from adacc_hf.adapt.run_profiler import InnerSteps, RunProfiler, TrainingLoop
 from adacc_hf.solve.solver import least_policy
 
 
@@ -29,6 +28,13 @@ def test_recording_waits_for_another_profiler_and_warns_once(make_model, caplog)
         assert [profiler.must_wait(model) for _ in range(2)] == [True, True]
     assert not profiler.must_wait(model)
     assert caplog.text.count("a torch profiler is active") == 1
+
+
+@pytest.mark.parametrize(("device", "num_batches"), [("cpu", 1), ("cuda", 0)])
+def test_a_cpu_has_one_batch_before_a_step_and_none_ahead(device, num_batches):
+    loop = TrainingLoop()
+    assert loop.num_before_step(torch.device(device)) == num_batches
+    assert loop.num_prefetched(torch.device(device)) == 0
 
 
 LOSSLESS = {"actions": ("retain", "recompute"), "head": "plain"}

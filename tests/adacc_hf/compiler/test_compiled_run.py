@@ -7,8 +7,8 @@ import torch
 from torch._inductor import config as inductor
 
 from adacc_hf import AdaccCallback, InfeasibleBudgetError
+from adacc_hf.adapt.run_profiler import TrainingLoop
 from adacc_hf.adapt.run_state import RunState
-from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE
 from adacc_hf.compiler import CompiledPolicy, RegionPlan
