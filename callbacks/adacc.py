@@ -94,7 +94,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         self._steps: BatchedSteps | None = None
         """Micro-batches of the current run with `batch_by_bytes`, else None."""
         self._guard: TrainerGuard | None = None
-        """Wrappers around the methods of the current run's Trainer. None outside a run, and without a Trainer."""
+        """Wrappers around the methods of the current run's Trainer. None outside a run."""
         self._compiled_policy: Any = None
 
     @property
@@ -106,45 +106,33 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        refuse_second_run(self, self._trainer)
-        self.detach()
         refuse_data_parallel(args)
-        self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
-        if self._guard is not None:
-            self._guard.wrap("training_step", self._training_step)
-            self._guard.wrap("compute_loss", self._compute_loss)
-            if args.enable_jit_checkpoint:
-                self._guard.wrap("_save_checkpoint", self._save_checkpoint)
-        loop = TrainerLoop(args, state, self._trainer)
+        refuse_second_run(self, None if self._guard is None else self._guard.trainer)
+        self.detach()
+        self._guard = guard = TrainerGuard.around_caller(self, on_failure=self.detach)
+        trainer = guard.trainer
+        guard.wrap("training_step", self._training_step)
+        guard.wrap("compute_loss", self._compute_loss)
+        if args.enable_jit_checkpoint:
+            guard.wrap("_save_checkpoint", self._save_checkpoint)
         optimizer = kwargs.get("optimizer")
         try:
+            loop = TrainerLoop(trainer)
             self._session = AdaccSession(model, optimizer, self.config, policy=self._source, loop=loop)
-            if self._trainer is not None:
-                refuse_second_callback(self, self._trainer)
-                refuse_context_parallel(self._trainer)
-            checkpoint = args.resume_from_checkpoint if self._guard is None else self._guard.checkpoint
-            self._session.state.checkpoint = checkpoint
+            refuse_second_callback(self, trainer)
+            refuse_context_parallel(trainer)
+            self._session.state.checkpoint = guard.checkpoint
             if self._batches_by_bytes:
-                self._begin_batches()
-            self._begin(args, state, self._session, checkpoint)
+                self._steps = BatchedSteps(trainer, self._session)
+                guard.wrap("get_batch_samples", self._steps.get_batch_samples)
+            self._begin(trainer, self._session)
         except BaseException:
             self.detach()
             raise
 
-    def _begin_batches(self) -> None:
-        if self._guard is None:
-            raise ValueError("batch_by_bytes=True needs a Trainer: use AdaccSession.batches in a loop of your own")
-        self._steps = BatchedSteps(self._guard.trainer, self._session)
-        self._guard.wrap("get_batch_samples", self._steps.get_batch_samples)
-
-    @property
-    def _trainer(self) -> Trainer | None:
-        return None if self._guard is None else self._guard.trainer
-
-    def _begin(
-        self, args: TrainingArguments, state: TrainerState, session: AdaccSession, checkpoint: str | None
-    ) -> None:
-        if is_compiled(args, self._trainer):
+    def _begin(self, trainer: Trainer, session: AdaccSession) -> None:
+        args, step, checkpoint = trainer.args, trainer.state.global_step, session.state.checkpoint
+        if is_compiled(trainer):
             refuse_host_memory(self.config)
             session.begin_with(import_module(COMPILED_RUN).begin_compiled_run(session.state))
             return
@@ -155,7 +143,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
             # The first rank decides, even if the others cannot see its files.
             config = self.config
             saved = broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, config))
-        session.begin(saved, state.global_step)
+        session.begin(saved, step)
 
     @property
     def _begun(self) -> AdaccSession:
@@ -179,8 +167,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         if self._steps is None:
             self._begun.state.loop.num_micro = args.gradient_accumulation_steps  # which may change during the run
         self._begun.begin_step(state.global_step, optimizer)
-        if self._guard is None:  # a loop that calls the events alone
-            self._begun.phase.begin_micro_batch(None)
 
     def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(inputs, Step):
@@ -206,20 +192,21 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         self._begun.end_step(state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._save(run_folder(args, self._trainer), state)
+        self._save()
 
     def _save_checkpoint(self, save: Callable[..., Any], model: Any, trial: Any = None) -> None:
         """Save with a checkpoint that is written upon SIGTERM, for which the Trainer sends no event."""
         save(model, trial=trial)
-        trainer = self._trainer
-        assert trainer is not None  # because `save` is its method
-        self._save(run_folder(trainer.args, None if trial is None else trainer), trainer.state)
+        self._save()
 
-    def _save(self, folder: str, state: TrainerState) -> None:
-        checkpoint = Path(folder) / f"checkpoint-{state.global_step}"
+    def _save(self) -> None:
+        if self._guard is None:  # detached
+            return
+        trainer = self._guard.trainer
+        checkpoint = Path(run_folder(trainer)) / f"checkpoint-{trainer.state.global_step}"
         if checkpoint.is_dir():
             self._begun.save(checkpoint)
-        elif state.is_world_process_zero:
+        elif trainer.state.is_world_process_zero:
             log.warning("Adacc: no policy saved, because there is no folder %s; a resumed run solves again", checkpoint)
 
     def on_log(
