@@ -215,7 +215,7 @@ class ByteBatches:
     def _update_costs(self) -> None:
         """Take over the run's corrections, and its first profile that predicts other sizes."""
         run = self._run
-        found = run.phase.size_predictor if self._predictor is None else None
+        found = run.size_predictor if self._predictor is None else None
         if found is not None and found.sizes is not None:  # a run of single samples predicts no pairs
             own = found.measured[0][0]
             self._predictor = found if found.sizes.size_class(with_samples(own, 2 * own[0][1][0])) else None

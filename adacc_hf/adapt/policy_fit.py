@@ -7,7 +7,6 @@ again. `first_policy` makes the policy of the run's first profile.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -51,8 +50,6 @@ class PolicyFit:
         """Recorded profiles of different sizes, the latest last."""
         self.predictor: Profile | None = None
         """Latest recorded profile that predicts other sizes."""
-        self.solver_ms: float | None = None
-        """Time in ms of the latest solver run, or None before."""
 
     def add(self, profile: Profile) -> Profile:
         """Add a recorded profile. Return it with the measurements of earlier ones, so that it predicts further sizes,
@@ -62,7 +59,7 @@ class PolicyFit:
         self._profiles.append(profile)
         merged = joined(self._profiles[::-1])
         if merged.sizes is not None:
-            self.predictor = merged
+            self.predictor = self._run.size_predictor = merged
         return merged
 
     def class_of(self, shapes: Shapes) -> Shapes | None:
@@ -170,12 +167,9 @@ class PolicyFit:
 
     def solved(self, profile: Profile, memory_budget: str | float | int) -> Policy:
         """Run the solver, and return its policy. Raise InfeasibleBudgetError if no policy fits."""
-        bound, start = error_bound(self._config), time.perf_counter()
+        bound = error_bound(self._config)
         config = self._config if bound is None else self._config.with_overrides(max_error=bound)
-        try:
-            return solve_policy(self._run.corrections.allowed(profile), memory_budget, config)
-        finally:
-            self.solver_ms = 1e3 * (time.perf_counter() - start)
+        return solve_policy(self._run.corrections.allowed(profile), memory_budget, config)
 
     def with_room(self, profile: Profile) -> str | float | int:
         """Return the run's budget for `profile`, reduced by the uncertainty of predicted peaks, if there are any."""

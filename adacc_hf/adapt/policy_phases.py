@@ -153,10 +153,6 @@ class AdaptivePhase(FixedPolicyPhase):
         self._tracking = Tracking(self.choice, run, run.step - 1)  # tracking steps count from the profiled step
         self._peaks = PeakCheck(self.choice, run)
 
-    @property
-    def size_predictor(self) -> Profile | None:
-        return self.choice.fit.predictor
-
     def begin_step(self, step: int) -> None:
         self.choice.begin_step()
         self._num_begun = 0

@@ -49,11 +49,6 @@ class Phase:
         """The `compiler.CompiledPolicy` of a run with torch.compile. Other runs have their policy in `RunState`."""
         return None
 
-    @property
-    def size_predictor(self) -> Profile | None:
-        """A recorded profile that predicts batches of other sizes. None before sizes were recorded."""
-        return None
-
     def begin_step(self, step: int) -> None:
         """Begin a training step (one optimizer step)."""
 
@@ -130,6 +125,8 @@ class RunState:
         """Checkpoint that the run resumes from, or None for a new run."""
         self.byte_batches: Any = None
         """The run's `ByteBatches`, if it divides steps into micro-batches by bytes."""
+        self.size_predictor: Profile | None = None
+        """A recorded profile that predicts batches of other sizes. None before enough sizes were recorded."""
         self.num_before = 0
         """Number of finished steps before the checkpoint that this run resumes from, or 0 for a new run."""
         self.num_steps = 0

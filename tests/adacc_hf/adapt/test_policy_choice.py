@@ -30,7 +30,7 @@ def test_other_lengths_get_policies_of_their_own(make_trainer):
 
 @pytest.mark.parametrize(("solver_ms", "solved_at"), [(0.0, 10), (1e9, None)])
 def test_a_size_borrows_a_policy_until_a_solver_run_pays(make_trainer, make_model, monkeypatch, solver_ms, solved_at):
-    monkeypatch.setattr(PolicyChoice, "solver_ms", solver_ms)
+    monkeypatch.setattr(policy_choice, "SOLVER_MS", solver_ms)
     monkeypatch.setattr(policy_fit, "USED_UP", 1.0)  # most of this model's memory is weights at any size
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.5)
     run_lengths(make_trainer, [30, 31, 32], [probe], model=make_model())
@@ -55,7 +55,7 @@ def test_a_size_borrows_a_policy_until_a_solver_run_pays(make_trainer, make_mode
 
 def test_a_longer_batch_is_recomputed_until_a_solver_run_pays(make_trainer, monkeypatch):
     """No policy of the shorter batches fits, and full recomputation takes no solver."""
-    monkeypatch.setattr(PolicyChoice, "solver_ms", 1e9)
+    monkeypatch.setattr(policy_choice, "SOLVER_MS", 1e9)
     probe = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.5)
     run_lengths(make_trainer, [28, 30, 32], [probe])
     peaks = [uniform_policy(probe.profile, action).predicted_peak_bytes for action in ("recompute", "retain")]

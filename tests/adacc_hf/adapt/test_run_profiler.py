@@ -91,7 +91,7 @@ def train_stepping(train, make_model):
 
 @pytest.mark.gate
 def test_the_first_policy_takes_little_memory_until_a_step_was_counted(train_stepping, monkeypatch):
-    monkeypatch.setattr("adacc_hf.adapt.policy_choice.PolicyChoice.solver_ms", 0.0)  # a solver run always pays
+    monkeypatch.setattr("adacc_hf.adapt.policy_choice.SOLVER_MS", 0.0)  # a solver run always pays
     plain = train_stepping([])
     roomy = AdaccCallback(memory_budget="1GiB", **LOSSLESS)
     train_stepping([roomy])
