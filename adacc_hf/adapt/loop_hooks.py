@@ -86,7 +86,7 @@ class LoopHooks:
         if self._optimizer is None or run.num_steps or run.has_stepped or not self.num_forwards:
             return
         trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
-        has_backward = run.profiler.inner_steps.has_detected or is_sharded(run.model) or _have_gradients(trained)
+        has_backward = run.profiler.has_inner_steps or is_sharded(run.model) or _have_gradients(trained)
         if trained and not has_backward:
             self._warn(OUTSIDE)
 

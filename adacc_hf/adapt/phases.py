@@ -83,7 +83,7 @@ class WarmUpPhase(Phase):
 
     def begin_micro_batch(self, inputs: Any) -> None:
         self._checkpointing.begin_step()
-        self._profiler.inner_steps.open()
+        self._profiler.watch_steps()
         self._num_begun += 1
         if inputs is None and self._is_to_be_recorded():  # a loop of the user's may call blocks before the model
             self._record(None)
@@ -106,7 +106,7 @@ class WarmUpPhase(Phase):
 
     def end_micro_batch(self) -> None:
         self._profiler.end_backward()
-        self._profiler.inner_steps.close()
+        self._profiler.ignore_steps()
 
     def begin_forward(self, inputs: Any) -> None:
         self._has_forward = True

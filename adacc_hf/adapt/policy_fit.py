@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from adacc_hf.adapt.corrections import full_name, repriced_choice
@@ -90,14 +91,9 @@ class PolicyFit:
         budget = Budget.resolve(self.with_room(profile), profile, self._config)
         if budget.limits_peak:  # a budget of stored bytes is solved quickly
             policies = [*policies, *recomputing_policies(self._run.corrections.allowed(profile), self._config)]
-        fastest = self._fastest(profile, policies, budget)
-        is_final = fastest is not None and uses_up(fastest, budget)
-        if fastest is not None and (is_final or budget.limits_peak):
-            return fastest, not is_final
-        try:
-            return self.solved(profile, budget.setting), False
-        except InfeasibleBudgetError:
-            return None
+        with suppress(InfeasibleBudgetError):
+            return self.fastest(profile, policies, budget, is_final=not budget.limits_peak)
+        return None
 
     def least(self, sizes: Shapes) -> Policy:
         """Return a policy within the whole budget for batches of `sizes`, or the one that needs the least memory, with
@@ -127,21 +123,18 @@ class PolicyFit:
         """Return the predicted profile of batches of `sizes` with the run's corrections."""
         return self._run.corrections.applied(self.predicted(sizes), sizes)
 
-    def _fastest(self, profile: Profile, policies: Iterable[Policy], budget: Budget) -> Policy | None:
-        """Return the fastest of `policies` that suits `profile` and fits `budget`, with its predictions, or None."""
+    def fastest(
+        self, profile: Profile, policies: Iterable[Policy], budget: Budget, is_final: bool
+    ) -> tuple[Policy, bool]:
+        """Return (policy, may be improved): the fastest of `policies` that suits `profile` and fits `budget`. If there
+        is none, or if it may be improved and the policy `is_final`, return a new policy."""
         allowed = self._run.corrections.allowed(profile)
         suitable = (suitable_policy(policy, allowed, self._config) for policy in policies)
         fitting = (policy for policy in suitable if policy and budget.needed_bytes(policy) <= budget.nbytes)
-        return min(fitting, key=lambda policy: policy.predicted_overhead_ms, default=None)
-
-    def first(self, profile: Profile, saved: Iterable[Policy]) -> Policy:
-        """Return the policy for the run's first profile: a `saved` one of a checkpoint that uses up the budget, or a
-        new one."""
-        budget = self._run.budget(profile)
-        fastest = self._fastest(profile, saved, budget)
-        if fastest is not None and uses_up(fastest, budget):
-            return fastest
-        return self.solved(profile, self._run.corrections.memory_budget)
+        fastest = min(fitting, key=lambda policy: policy.predicted_overhead_ms, default=None)
+        if fastest is None or (is_final and not uses_up(fastest, budget)):
+            return self.solved(profile, budget.setting), False
+        return fastest, not uses_up(fastest, budget)
 
     def adapted(self, profile: Profile, policy: Policy) -> tuple[Policy, str, bool]:
         """Return (policy, reason, may be improved) for batches under `policy`, whose profile is now `profile`.
@@ -190,7 +183,7 @@ def first_policy(run: RunState, profile: Profile, saved: Sequence[Policy] = ()) 
     """
     config, source, budget = run.config, run.source, run.budget(profile)
     _warn_of_fragments(profile, budget)
-    has_inner_steps = any(gather_from_all_ranks(run.profiler.inner_steps.has_detected))
+    has_inner_steps = any(gather_from_all_ranks(run.profiler.has_inner_steps))
 
     def solve() -> Policy:
         if callable(source):
@@ -200,7 +193,7 @@ def first_policy(run: RunState, profile: Profile, saved: Sequence[Policy] = ()) 
             refuse_policy(policy, config, config.host_limit(profile.host_free_bytes), profile.plain_stored_bytes)
             return policy
         try:
-            policy = PolicyFit(run).first(profile, saved)  # raises if even the least memory is too much
+            policy, _ = PolicyFit(run).fastest(profile, saved, budget, is_final=True)
         except InfeasibleBudgetError as error:
             if run.policy is None or config.on_over_budget != "warn" or error.least is None:
                 raise _with_hints(error, run, profile) from None

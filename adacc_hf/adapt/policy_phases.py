@@ -149,7 +149,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._num_begun = 0
         """Number of the current step's micro-batches so far."""
         record = self.choice.add(profile, policy)
-        record.num_waiting = int(run.budget(profile).limits_peak and self._profiler.inner_steps.has_detected)
+        record.num_waiting = int(run.budget(profile).limits_peak and self._profiler.has_inner_steps)
         self._tracking = Tracking(self.choice, run, run.step - 1)  # tracking steps count from the profiled step
         self._peaks = PeakCheck(self.choice, run)
 

@@ -1,5 +1,5 @@
-"""RunProfiler: profiles micro-batches of a run, and an optimizer step, while they train. InnerSteps: a detector.
-TrainingLoop: properties of a training loop. The subclass for the Trainer is in `callbacks/trainer_loop.py`."""
+"""RunProfiler: profiles micro-batches of a run, and an optimizer step, while they train. TrainingLoop:
+properties of a training loop. The subclass for the Trainer is in `callbacks/trainer_loop.py`."""
 
 from __future__ import annotations
 
@@ -69,34 +69,15 @@ class TrainingLoop:
         return False
 
 
-class InnerSteps:
-    """Detector of optimizer steps within a micro-batch, from `open` to `close`, as DeepSpeed's optimizers take."""
-
-    def __init__(self, expected: Any = None) -> None:
-        self.has_detected = False
-        self.expected = expected
-        """The session's own optimizer, which is ignored: a user's loop may step it within a micro-batch."""
-        self._hook: Any = None
-
-    def open(self) -> None:
-        self.close()
-        self._hook = register_optimizer_step_pre_hook(self._see)
-
-    def close(self) -> None:
-        """Stop detecting optimizer steps. Do nothing if detection has not begun."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = None
-
-    def _see(self, optimizer: Any, *_: Any) -> None:
-        self.has_detected |= optimizer is not self.expected
-
-
 class RunProfiler:
     """Profiler of one run's micro-batches, and of the temporary memory of an optimizer step."""
 
     def __init__(self, config: AdaccConfig, loop: TrainingLoop, optimizer: Any = None) -> None:
-        self.inner_steps = InnerSteps(optimizer)
+        self.has_inner_steps = False
+        """True once an optimizer has stepped within a micro-batch, as DeepSpeed's do. The session's own `optimizer` is
+        ignored: a user's loop may step it there."""
+        self._optimizer = optimizer
+        self._step_hook: Any = None
         self.live: LiveStep | None = None
         """The recorded micro-batch of the current step, or None."""
         self.counted_state_bytes: int | None = None
@@ -121,7 +102,20 @@ class RunProfiler:
         """Remove all hooks. Further calls have no effect."""
         self.cancel()
         self.end_optimizer()
-        self.inner_steps.close()
+        self.ignore_steps()
+
+    def watch_steps(self) -> None:
+        """Detect optimizer steps until `ignore_steps`."""
+        self.ignore_steps()
+        self._step_hook = register_optimizer_step_pre_hook(self._note_step)
+
+    def ignore_steps(self) -> None:
+        if self._step_hook is not None:
+            self._step_hook.remove()
+        self._step_hook = None
+
+    def _note_step(self, optimizer: Any, *_: Any) -> None:
+        self.has_inner_steps |= optimizer is not self._optimizer
 
     @property
     def is_recording(self) -> bool:

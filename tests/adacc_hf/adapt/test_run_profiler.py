@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer
 
 from adacc_hf import AdaccCallback, AdaccConfig
-from adacc_hf.adapt.run_profiler import InnerSteps, RunProfiler, TrainingLoop
+from adacc_hf.adapt.run_profiler import RunProfiler, TrainingLoop
 from adacc_hf.solve.solver import least_policy
 
 
@@ -40,24 +40,21 @@ def test_a_cpu_has_one_batch_before_a_step_and_none_ahead(device, num_batches):
 LOSSLESS = {"actions": ("retain", "recompute"), "head": "plain"}
 
 
-def test_steps_are_seen_while_it_is_open():
+def test_steps_of_other_optimizers_are_seen_while_they_are_watched():
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     parameter.grad = torch.ones(3)
-    steps = InnerSteps()
-    optimizer.step()
-    steps.open()
-    assert not steps.has_detected
-    steps.expected = optimizer
-    optimizer.step()
-    assert not steps.has_detected
-    steps.expected = None
-    optimizer.step()
-    assert steps.has_detected
-    steps.close()
-    steps.has_detected = False
-    optimizer.step()
-    assert not steps.has_detected
+    for own, expected in ((optimizer, False), (None, True)):
+        profiler = RunProfiler(AdaccConfig(), TrainingLoop(), own)
+        optimizer.step()
+        profiler.watch_steps()
+        assert not profiler.has_inner_steps
+        optimizer.step()
+        assert profiler.has_inner_steps == expected
+        profiler.ignore_steps()
+        profiler.has_inner_steps = False
+        optimizer.step()
+        assert not profiler.has_inner_steps
 
 
 class SteppingTrainer(Trainer):
