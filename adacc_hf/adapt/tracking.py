@@ -93,7 +93,7 @@ class Tracking:
     def _sample_names(self, record: SizePolicy) -> list[str]:
         """Return the names of the blocks whose gradients are compared: after a suspicion, the block of each lossy kind
         that was degraded last, or its first one; else one lossy block in turn, or none if the budget has no room. A
-        comparison runs the block twice, and twice more for each compressed activation of a degraded gradient."""
+        comparison runs the block twice, and once more for each compressed activation of a degraded gradient."""
         names = lossy_blocks(record.policy)
         if self.suspicion is not None:
             in_order = sorted(names, key=lambda name: name not in self._degraded)
