@@ -1,5 +1,4 @@
-"""Callbacks for Transformers' Trainer, the handling of a Trainer with torch.compile, and the start-up hook of `adacc
-run`."""
+"""Callbacks for Transformers' Trainer, and the start-up hook of `adacc run`."""
 
 from adacc_hf.callbacks.adacc import AdaccCallback
 from adacc_hf.callbacks.throughput import ThroughputCallback

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -10,15 +11,14 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adacc_hf.adapt.checkpoint_files import drop_files, load_from_checkpoint
+from adacc_hf.adapt.checkpoint_files import load_from_checkpoint
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, refuse_uncovered
+from adacc_hf.adapt.run_state import PolicySource
 from adacc_hf.adapt.session import AdaccSession, SessionAdapter
-from adacc_hf.adapt.training_loop import PolicySource
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import POLICY_FILE, PROFILE_FILE
 from adacc_hf.artifacts.tables import policy_tables
 from adacc_hf.callbacks.batched_steps import BatchedSteps, Step
-from adacc_hf.callbacks.compiled_phase import CompiledPhase
 from adacc_hf.callbacks.preconditions import (
     is_compiled,
     refuse_context_parallel,
@@ -33,6 +33,8 @@ from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.trainer_loop import TrainerLoop, add_to_log, is_training_log, run_folder
 from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 
+log = logging.getLogger(__name__)
+
 __all__ = ["POLICY_FILE", "PROFILE_FILE", "AdaccCallback", "PolicySource"]
 
 ADDED_LATE = (
@@ -40,8 +42,9 @@ ADDED_LATE = (
 )
 KEEP_ATTACHED = "call detach() after training only, and let errors of training_step end the run"
 REPORT, COMPILED_REPORT = "adacc_hf.reports.report", "adacc_hf.compiler.graph_report"
-"""Modules that make reports, imported by name when a report is requested, because callbacks/ must not import report
-modules."""
+COMPILED_RUN = "adacc_hf.compiler.compiled_run"
+"""Modules of extensions, imported by name when they are needed, because callbacks/ must not import extensions, and
+because Inductor is slow to import."""
 
 
 class AdaccCallback(SessionAdapter, TrainerCallback):
@@ -91,7 +94,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         self._steps: BatchedSteps | None = None
         """Micro-batches of the current run with `batch_by_bytes`, else None."""
         self._guard: TrainerGuard | None = None
-        """Wrappers around the methods of the current run's Trainer. None outside a run, and without a Trainer."""
+        """Wrappers around the methods of the current run's Trainer. None outside a run."""
         self._compiled_policy: Any = None
 
     @property
@@ -103,47 +106,35 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        refuse_second_run(self, self._trainer)
-        self.detach()
         refuse_data_parallel(args)
-        self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
-        if self._guard is not None:
-            self._guard.wrap("training_step", self._training_step)
-            self._guard.wrap("compute_loss", self._compute_loss)
-            if args.enable_jit_checkpoint:
-                self._guard.wrap("_save_checkpoint", self._save_checkpoint)
-        loop = TrainerLoop(args, state, self._trainer)
+        refuse_second_run(self, None if self._guard is None else self._guard.trainer)
+        self.detach()
+        self._guard = guard = TrainerGuard.around_caller(self, on_failure=self.detach)
+        trainer = guard.trainer
+        guard.wrap("training_step", self._training_step)
+        guard.wrap("compute_loss", self._compute_loss)
+        if args.enable_jit_checkpoint:
+            guard.wrap("_save_checkpoint", self._save_checkpoint)
         optimizer = kwargs.get("optimizer")
         try:
+            loop = TrainerLoop(trainer)
             self._session = AdaccSession(model, optimizer, self.config, policy=self._source, loop=loop)
-            if self._trainer is not None:
-                refuse_second_callback(self, self._trainer)
-                refuse_context_parallel(self._trainer)
-            checkpoint = args.resume_from_checkpoint if self._guard is None else self._guard.checkpoint
-            self._session.state.checkpoint = checkpoint
+            refuse_second_callback(self, trainer)
+            refuse_context_parallel(trainer)
+            self._session.state.checkpoint = guard.checkpoint
             if self._batches_by_bytes:
-                self._begin_batches()
-            self._begin(args, state, self._session, checkpoint)
+                self._steps = BatchedSteps(trainer, self._session)
+                guard.wrap("get_batch_samples", self._steps.get_batch_samples)
+            self._begin(trainer, self._session)
         except BaseException:
             self.detach()
             raise
 
-    def _begin_batches(self) -> None:
-        if self._guard is None:
-            raise ValueError("batch_by_bytes=True needs a Trainer: use AdaccSession.batches in a loop of your own")
-        self._steps = BatchedSteps(self._guard.trainer, self._session)
-        self._guard.wrap("get_batch_samples", self._steps.get_batch_samples)
-
-    @property
-    def _trainer(self) -> Trainer | None:
-        return None if self._guard is None else self._guard.trainer
-
-    def _begin(
-        self, args: TrainingArguments, state: TrainerState, session: AdaccSession, checkpoint: str | None
-    ) -> None:
-        if is_compiled(args, self._trainer):
+    def _begin(self, trainer: Trainer, session: AdaccSession) -> None:
+        args, step, checkpoint = trainer.args, trainer.state.global_step, session.state.checkpoint
+        if is_compiled(trainer):
             refuse_host_memory(self.config)
-            session.begin_with(CompiledPhase(session.state, checkpoint))
+            session.begin_with(import_module(COMPILED_RUN).begin_compiled_run(session.state))
             return
         refuse_offload(args)
         warn_of_checkpointing(args, session.state.model, self.config)
@@ -152,7 +143,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
             # The first rank decides, even if the others cannot see its files.
             config = self.config
             saved = broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, config))
-        session.begin(saved, state.global_step)
+        session.begin(saved, step)
 
     @property
     def _begun(self) -> AdaccSession:
@@ -176,8 +167,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         if self._steps is None:
             self._begun.state.loop.num_micro = args.gradient_accumulation_steps  # which may change during the run
         self._begun.begin_step(state.global_step, optimizer)
-        if self._guard is None:  # a loop that calls the events alone
-            self._begun.phase.begin_micro_batch(None)
 
     def _training_step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(inputs, Step):
@@ -203,21 +192,22 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         self._begun.end_step(state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._save(run_folder(args, self._trainer), state)
+        self._save()
 
     def _save_checkpoint(self, save: Callable[..., Any], model: Any, trial: Any = None) -> None:
         """Save with a checkpoint that is written upon SIGTERM, for which the Trainer sends no event."""
         save(model, trial=trial)
-        trainer = self._trainer
-        assert trainer is not None  # because `save` is its method
-        self._save(run_folder(trainer.args, None if trial is None else trainer), trainer.state)
+        self._save()
 
-    def _save(self, folder: str, state: TrainerState) -> None:
-        if state.is_world_process_zero:
-            checkpoint = Path(folder) / f"checkpoint-{state.global_step}"
-            with self._begun.state.warning_of_write_errors(checkpoint):
-                drop_files(checkpoint)
-                self._begun.phase.save(checkpoint)
+    def _save(self) -> None:
+        if self._guard is None:  # detached
+            return
+        trainer = self._guard.trainer
+        checkpoint = Path(run_folder(trainer)) / f"checkpoint-{trainer.state.global_step}"
+        if checkpoint.is_dir():
+            self._begun.save(checkpoint)
+        elif trainer.state.is_world_process_zero:
+            log.warning("Adacc: no policy saved, because there is no folder %s; a resumed run solves again", checkpoint)
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
@@ -234,8 +224,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def detach(self) -> None:
         """Restore the model and the Trainer. Further calls have no effect."""
         if self.session is not None:
-            if self._compiled_phase is not None:
-                self._compiled_policy = self._compiled_phase.policy
+            self._compiled_policy = self._session.phase.policy or self._compiled_policy
             self._session.detach()
         if self._steps is not None:
             self._steps.close()
@@ -252,8 +241,7 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         without a profile. Raises ImportError without matplotlib.
         """
         if self.policy is None:
-            phase = self._compiled_phase
-            compiled_policy = self._compiled_policy if phase is None else phase.policy
+            compiled_policy = None if self.session is None else self._session.phase.policy or self._compiled_policy
             if compiled_policy is not None:
                 return import_module(COMPILED_REPORT).compiled_report(policy=compiled_policy, history=self.history)
             raise ValueError("AdaccCallback has no policy to report yet: call report() after the first training step")
@@ -263,12 +251,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
                 "`adacc report POLICY --profile PROFILE`, or pass policy as a function, so that the run is profiled"
             )
         return import_module(REPORT).policy_report(profile=self.profile, policy=self.policy, history=self.history)
-
-    @property
-    def _compiled_phase(self) -> CompiledPhase | None:
-        """The phase of the current run if the run uses torch.compile, else None."""
-        phase = None if self.session is None else self._session.phase
-        return phase if isinstance(phase, CompiledPhase) else None
 
     def _repr_markdown_(self) -> str:
         """Return the settings and, if there is a policy, a table of its actions, which notebooks show."""

@@ -36,18 +36,13 @@ def add_adacc_callback(handler: CallbackHandler, state: TrainerState, settings: 
         handler.callbacks.append(callback)
     if verify is not None:
         handler.callbacks.append(StepRecorder(Path(verify["folder"]), verify["num_steps"], callback))
-    caller = calling_trainer(callback)
-    if caller is None:
-        raise RuntimeError(
-            "adacc run: a training loop calls the callbacks of a Trainer without its Trainer, so that AdaccCallback "
-            "cannot work: train without `adacc run`, and use AdaccSession in this loop"
-        )
+    trainer, _ = calling_trainer(callback)
     if state.is_world_process_zero:
         shown = {"memory_budget": callback.config.memory_budget, **callback.config.changed_settings}
         settings_text = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         note = "" if callback.config == config else "; the script added it, and its settings override adacc run's"
         print(
-            f"adacc run: {type(caller[0]).__name__} trains with {type(callback).__name__}({settings_text}) in process "
+            f"adacc run: {type(trainer).__name__} trains with {type(callback).__name__}({settings_text}) in process "
             f"{os.getpid()}{note}",
             file=sys.stderr,
             flush=True,

@@ -38,8 +38,7 @@ def refuse_context_parallel(trainer: Trainer) -> None:
 
 def refuse_second_run(callback: TrainerCallback, trainer: Trainer | None) -> None:
     """Raise RuntimeError if `callback` begins a run while another Trainer, `trainer` unless None, uses it."""
-    caller = calling_trainer(callback)
-    if trainer is not None and caller is not None and caller[0] is not trainer:
+    if trainer is not None and calling_trainer(callback)[0] is not trainer:
         raise RuntimeError(
             f"this {type(callback).__name__} is in use by another Trainer's run: give each Trainer a callback of its "
             f"own, or call detach() of this one if the other run was interrupted"
@@ -56,10 +55,9 @@ def refuse_second_callback(callback: TrainerCallback, trainer: Trainer) -> None:
         )
 
 
-def is_compiled(args: TrainingArguments, trainer: Trainer | None) -> bool:
+def is_compiled(trainer: Trainer) -> bool:
     """Return True if the run uses torch.compile. Raises ValueError for a backend without partitioner: not Inductor."""
-    launch_backend = None if trainer is None else compiler_of(trainer)
-    backend = launch_backend or (args.torch_compile_backend if args.torch_compile else None)
+    backend = compiler_of(trainer) or (trainer.args.torch_compile_backend if trainer.args.torch_compile else None)
     if backend is None:
         return False
     if backend != "inductor":
@@ -94,7 +92,7 @@ def refuse_host_memory(config: AdaccConfig) -> None:
 
 def warn_of_checkpointing(args: TrainingArguments, model: nn.Module, config: AdaccConfig) -> None:
     """Warn, if gradient checkpointing is on, as in TRL by default, that the policy replaces it."""
-    if getattr(args, CHECKPOINTING, False):  # without a Trainer, the arguments may lack this field
+    if getattr(args, CHECKPOINTING):
         log.warning(
             "Adacc: %s=True%s: a policy replaces checkpointing. The policy's peak may be higher than the peak of "
             "checkpointing, within memory_budget=%r. Set a smaller memory_budget to save more memory, and %s=False to "

@@ -44,14 +44,11 @@ class TrainerGuard:
         """(owner, name, value before, wrapper) of each replaced attribute."""
 
     @classmethod
-    def around_caller(cls, callback: TrainerCallback, on_failure: Callable[[], None]) -> TrainerGuard | None:
-        """Return the guard of the Trainer whose `train` is calling `callback`, or None if no Trainer calls `callback`.
-        Call this method in `on_train_begin`. The Trainer is found on the call stack. If the Trainer has no guard yet, a
-        guard is installed. If the run raises, the guard calls `on_failure`, which must call `leave`."""
-        caller = calling_trainer(callback)
-        if caller is None:
-            return None
-        trainer, checkpoint = caller
+    def around_caller(cls, callback: TrainerCallback, on_failure: Callable[[], None]) -> TrainerGuard:
+        """Return the guard of the Trainer whose `train` is calling `callback`. Call this method in `on_train_begin`.
+        The Trainer is found on the call stack. If the Trainer has no guard yet, a guard is installed. If the run
+        raises, the guard calls `on_failure`, which must call `leave`."""
+        trainer, checkpoint = calling_trainer(callback)
         guard = trainer.__dict__.get(_ATTRIBUTE)
         if guard is None:
             guard = cls(trainer, checkpoint)
@@ -117,9 +114,9 @@ class TrainerGuard:
         owner.__dict__[name] = value
 
 
-def calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None] | None:
+def calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None]:
     """Find the Trainer run that is calling `callback` on the call stack. Return (trainer, checkpoint folder). The
-    folder is None for a new run. The result is None if no Trainer with this callback is on the stack."""
+    folder is None for a new run. Raises RuntimeError if no Trainer with this callback is on the stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         names = frame.f_locals
@@ -128,7 +125,10 @@ def calling_trainer(callback: TrainerCallback) -> tuple[Trainer, str | None] | N
             # Events and attributes of the Trainer lack the checkpoint folder. Only its loop's argument has it.
             return caller, names.get(RESUMED_FROM)
         frame = frame.f_back
-    return None
+    raise RuntimeError(
+        f"a training loop calls {type(callback).__name__} without a Trainer, whose methods the callback needs: use "
+        f"AdaccSession in this loop, and train without `adacc run`"
+    )
 
 
 def callbacks_of(trainer: Trainer) -> list[TrainerCallback]:

@@ -10,43 +10,41 @@ from typing import Any, TypeGuard
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState
 
-from adacc_hf.adapt.training_loop import TrainingLoop
+from adacc_hf.adapt.run_profiler import TrainingLoop
 
 
 class TrainerLoop(TrainingLoop):
-    """Properties of a Trainer's training loop, from the TrainingArguments alone if `trainer` is None."""
+    """Properties of a Trainer's training loop."""
 
-    def __init__(self, args: TrainingArguments, state: TrainerState, trainer: Trainer | None) -> None:
-        self._is_first_rank, self._trainer = state.is_world_process_zero, trainer
-        super().__init__(args.gradient_accumulation_steps, run_folder(args, trainer))
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        super().__init__(trainer.args.gradient_accumulation_steps, run_folder(trainer))
 
     @property
     def is_first_rank(self) -> bool:
-        return self._is_first_rank
+        return self._trainer.state.is_world_process_zero
 
     def num_prefetched(self, device: torch.device) -> int:
         # Accelerate's loader reads one batch ahead, and moves a batch to a GPU only when its turn has come.
-        return int(device.type == "cpu" and self._trainer is not None)
+        return int(device.type == "cpu")
 
     def num_before_step(self, device: torch.device) -> int:
         return self.num_micro + self.num_prefetched(device) if device.type == "cpu" else 0
 
     def postpones_exchange(self, model: nn.Module) -> bool:
         """Return True if ranks exchange gradients only in the last micro-batch of a step."""
-        if self._trainer is None:
-            return False
         accelerator = self._trainer.accelerator
         syncs_each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         return not syncs_each and accelerator.distributed_type != DistributedType.DEEPSPEED
 
 
-def run_folder(args: TrainingArguments, trainer: Trainer | None) -> str:
+def run_folder(trainer: Trainer) -> str:
     """Return the folder in which the Trainer saves. In a hyperparameter search, each trial has its own."""
-    assert args.output_dir is not None  # it has a default name
+    assert trainer.args.output_dir is not None  # it has a default name
     trial = getattr(trainer, "_trial", None)
-    return args.output_dir if trainer is None or trial is None else trainer._get_output_dir(trial)
+    return trainer.args.output_dir if trial is None else trainer._get_output_dir(trial)
 
 
 def parallelism_of(trainer: Trainer) -> Any:

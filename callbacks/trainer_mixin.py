@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
-from adacc_hf.adapt.training_loop import PolicySource
+from adacc_hf.adapt.run_state import PolicySource
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.callbacks.adacc import AdaccCallback
 from adacc_hf.callbacks.preconditions import refuse_second_callback

@@ -215,7 +215,7 @@ class ByteBatches:
     def _update_costs(self) -> None:
         """Take over the run's corrections, and its first profile that predicts other sizes."""
         run = self._run
-        found = run.phase.size_predictor if self._predictor is None else None
+        found = run.size_predictor if self._predictor is None else None
         if found is not None and found.sizes is not None:  # a run of single samples predicts no pairs
             own = found.measured[0][0]
             self._predictor = found if found.sizes.size_class(with_samples(own, 2 * own[0][1][0])) else None
@@ -262,18 +262,17 @@ class ByteBatches:
 
     def save(self, folder: Path) -> None:
         """Write what plans depend on into the checkpoint `folder`."""
-        if folder.is_dir() and self._run.loop.is_first_rank:
-            self._update_costs()  # as the next step would
-            static = self._run.corrections.static_bytes
-            record = {
-                "steps": self._num_steps,
-                "most_tokens": self._most_tokens,
-                "fields": self._sizes.fields,
-                "batches": self._sizes.batches,
-                # A resumed run's corrections count no state that was there when it began.
-                "profile": self._predictor and fields_of(with_static_memory(self._predictor, static)),
-            }
-            write_json(folder / BATCHES_FILE, record, indent=None)
+        self._update_costs()  # as the next step would
+        static = self._run.corrections.static_bytes
+        record = {
+            "steps": self._num_steps,
+            "most_tokens": self._most_tokens,
+            "fields": self._sizes.fields,
+            "batches": self._sizes.batches,
+            # A resumed run's corrections count no state that was there when it began.
+            "profile": self._predictor and fields_of(with_static_memory(self._predictor, static)),
+        }
+        write_json(folder / BATCHES_FILE, record, indent=None)
 
     def _load(self, path: Path) -> None:
         """Continue after the steps of the run that wrote the file `path`, if there is one."""

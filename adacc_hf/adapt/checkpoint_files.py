@@ -6,7 +6,6 @@ profile, the corrections with the switched-off codecs, and the history. Tracking
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,14 +21,13 @@ from adacc_hf.artifacts.files import (
     POLICY_FILE,
     PROFILE_FILE,
     STATE_FILE,
+    fields_of,
     read_json,
     write_json,
 )
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.torch_glue.progress import announce
-
-log = logging.getLogger(__name__)
 
 STATE_VERSION = 4
 
@@ -49,24 +47,6 @@ class Saved:
     history: list[dict[str, Any]]
     corrections: dict[str, Any] | None = None
     """`Corrections.to_json()` of the run, or None if its policy was passed in."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON record of all fields."""
-        record = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {"version": STATE_VERSION, **record, "policies": [policy.to_json() for policy in self.policies]}
-
-    @classmethod
-    def load(cls, path: Path) -> Saved:
-        """Read the state in the file `path`. Raises AdaccError if the file is damaged, or of another release."""
-        record = read_json(path, AdaccError, "state")
-        try:
-            if record["version"] != STATE_VERSION:
-                raise AdaccError(f"{path} has format version {record['version']!r}, not {STATE_VERSION}")
-            policies = [Policy.from_json(policy, str(path)) for policy in record["policies"]]
-            names = [each.name for each in fields(cls) if each.name != "policies"]
-            return cls(policies=policies, **{name: record[name] for name in names})
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise AdaccError(f"{path} is damaged ({type(error).__name__}: {error})") from error
 
 
 def drop_files(folder: str | Path) -> None:
@@ -101,11 +81,9 @@ def save_history(folder: str | Path, history: list[dict[str, Any]]) -> None:
 def save_in_checkpoint(folder: Path, saved: Saved, profile: Profile | None) -> None:
     """Write the run's state into the checkpoint `folder`, from which `drop_files` has removed the files of earlier
     runs, and the policy in use with its `profile`, which reports read."""
-    if not folder.is_dir():
-        log.warning("Adacc: no policy saved, because there is no folder %s; a resumed run solves again", folder)
-        return
     save_files(folder, saved.policies[0], profile)
-    write_json(folder / STATE_FILE, saved.to_json(), indent=None)
+    policies = [policy.to_json() for policy in saved.policies]
+    write_json(folder / STATE_FILE, {"version": STATE_VERSION, **fields_of(saved), "policies": policies}, indent=None)
 
 
 def load_from_checkpoint(folder: str | Path, config: AdaccConfig) -> Saved | None:
@@ -120,9 +98,14 @@ def load_from_checkpoint(folder: str | Path, config: AdaccConfig) -> Saved | Non
             announce("Adacc: %s is missing: the run begins without the policies of the checkpoint", path)
         return None
     try:
-        saved = Saved.load(path)
-    except AdaccError as error:
-        announce("Adacc: %s is not used: solving again (%s)", folder, error)
+        record = read_json(path, AdaccError, "state")
+        if record["version"] != STATE_VERSION:
+            raise AdaccError(f"it has format version {record['version']!r}, not {STATE_VERSION}")
+        policies = [Policy.from_json(policy, "it") for policy in record["policies"]]
+        names = [each.name for each in fields(Saved) if each.name != "policies"]
+        saved = Saved(policies=policies, **{name: record[name] for name in names})
+    except (AdaccError, KeyError, TypeError, ValueError, AttributeError) as error:
+        announce("Adacc: %s is not used: solving again (%s: %s)", path, type(error).__name__, error)
         return None
     reasons = [
         f"{name}={before!r}, not {now!r}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from adacc_hf.torch_glue.second_run import measuring
 from adacc_hf.torch_glue.tensors import difference_norm, gradient_leaves, gradients_set_aside, l2_norm
 
 if TYPE_CHECKING:
-    from adacc_hf.artifacts.kind_profile import KindProfile
     from adacc_hf.artifacts.policy import Policy
     from adacc_hf.artifacts.profile import Profile
     from adacc_hf.run.block_executor import BlockExecutor
@@ -103,7 +102,7 @@ class BlockSample:
         """Stop recording, and free the recorded call and the exact gradient."""
         self.plan.observer = self._call = self._exact = None
 
-    def compare(self, bypassed: frozenset[int] = frozenset()) -> float | None:
+    def compare(self, bypassed: Set[int] = frozenset()) -> float | None:
         """Return the error of the block's gradient if the plan's activations are compressed, except the activations
         `bypassed`.
 
@@ -182,61 +181,21 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else value
 
 
-# The search for codecs that degrade a gradient. Round-trip errors do not show them: queries and keys have the same
-# round-trip errors as other activations, but if backward recomputes attention's softmax from them, the error of the
-# gradient may exceed the gradient's norm.
-
-
-def find_culprits(
-    lossy: Iterable[int], bound: float, error_without: Callable[[frozenset[int]], float | None]
-) -> frozenset[int] | None:
-    """Return the activations in `lossy` that must stay uncompressed to keep the error of a block's gradient within
-    `bound`, which it exceeds without them: those that cause the largest errors on their own, as few as possible.
-
-    `error_without(bypassed)` returns the gradient's error with the activations `bypassed` not compressed, or None if
-    the error cannot be measured. Return None in this case, and if the error exceeds the bound with all of `lossy`
-    bypassed.
-    """
-    everything = frozenset(lossy)
-    errors_alone: dict[int, float] = {}
-    for value in sorted(everything):
-        error = error_without(everything - {value})
-        if error is None:
-            return None
-        errors_alone[value] = error
-    bypassed: frozenset[int] = frozenset()
-    for value in sorted(everything, key=errors_alone.__getitem__, reverse=True):
-        bypassed |= {value}
-        error = error_without(bypassed)
-        if error is None or error <= bound:
-            return None if error is None else bypassed
-    return None
-
-
-# Memory of a comparison: the block's input is kept from its forward, and the gradient of its output from its backward,
-# until the end of the step. Then the block runs as in plain training.
-
-
-def comparison_peaks(profile: Profile) -> dict[str, int]:
-    """Return, for each block by name, the peak of live bytes while its gradient is compared after a step. The exact
-    backward runs first, and its gradients are kept during the backward under the policy, which stores no more."""
+def check_peaks(profile: Profile, policy: Policy) -> dict[str, int]:
+    """Return, for each block by name, the most live bytes of a step under `policy` in which this block is sampled: in
+    the step, or while the gradient is compared after it. The block then runs as in plain training."""
     peaks = []
     for kind in profile.kinds:
         plain = Plan(kind=kind.digest, choices=tuple((value.index, RETAIN) for value in kind.activations))
         outcome = run_block(kind, plain)
+        sources = [value for value in kind.values if value.producer is None]
+        input_bytes = sum(value.nbytes for value in sources if value.activation)
         # The parameters, whose gradients are as large, and the random generator's states for replay.
-        parameter_bytes = sum(value.nbytes for value in kind.values if value.producer is None and not value.activation)
-        # The input and its copy, the gradients of output and input, and the gradients of the parameters.
-        sample_bytes = 4 * _input_bytes(kind) + parameter_bytes
-        peaks.append(profile.static_bytes + sample_bytes + max(outcome.forward_working_bytes, outcome.working_bytes))
+        parameter_bytes = sum(value.nbytes for value in sources if not value.activation)
+        # The sample keeps the block's inputs, which the plan may not retain, and a gradient of its output of equal
+        # size. In the comparison, the exact backward runs first, and its gradients are kept during the backward under
+        # the policy, which stores no more: those of the inputs, which are copied, and of the parameters.
+        sample_bytes = 4 * input_bytes + parameter_bytes
+        after = profile.static_bytes + sample_bytes + max(outcome.forward_working_bytes, outcome.working_bytes)
+        peaks.append(max(policy.predicted_peak_bytes + 2 * input_bytes, after))
     return {block.name: peaks[block.kind] for block in profile.blocks}
-
-
-def peaks_with_samples(profile: Profile, policy: Policy) -> dict[str, int]:
-    """Return, for each block by name, the most live bytes in a step under `policy` in which this block is sampled. The
-    sample keeps the block's inputs, which the plan may not retain, and a gradient of its output of equal size."""
-    return {b.name: policy.predicted_peak_bytes + 2 * _input_bytes(profile.kind_of(b)) for b in profile.blocks}
-
-
-def _input_bytes(kind: KindProfile) -> int:
-    return sum(value.nbytes for value in kind.values if value.producer is None and value.activation)

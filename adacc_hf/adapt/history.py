@@ -17,7 +17,6 @@ frequent reason of these calls.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,16 +42,6 @@ def predictions(policy: Policy) -> dict[str, Any]:
         "overhead_ms": policy.predicted_overhead_ms,
         "host_bytes": policy.predicted_host_bytes or None,
     }
-
-
-def count_fallback_step(history: list[dict[str, Any]], step: int, calls: Counter[str]) -> None:
-    """Count the finished `step` in `history`. `calls` are the step's fallback calls by reason, at least one."""
-    ((reason, _),) = calls.most_common(1)
-    for record in history:
-        if record["event"] == FALLBACK and record["reason"] == reason:
-            record[STEPS] += 1
-            return
-    history.append({"step": step, "event": FALLBACK, "reason": reason, STEPS: 1})
 
 
 def fallback_reasons(history: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -16,7 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.run_state import STATE_STEPS, RunState
-from adacc_hf.artifacts.errors import UncoveredBlockError
 from adacc_hf.run.policy_handle import remove_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 from adacc_hf.torch_glue.distributed import is_sharded
@@ -38,7 +37,6 @@ NO_FORWARD = (
     "a step without a forward of the model in train mode and with gradients on (%s) runs under no policy, has no "
     "budget, and is not counted"
 )
-TRAIN_MODEL = "call model.train(), and the session's own model within session.step(batch)"
 
 
 class LoopHooks:
@@ -88,7 +86,7 @@ class LoopHooks:
         if self._optimizer is None or run.num_steps or run.has_stepped or not self.num_forwards:
             return
         trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
-        has_backward = run.profiler.inner_steps.has_detected or is_sharded(run.model) or _have_gradients(trained)
+        has_backward = run.profiler.has_inner_steps or is_sharded(run.model) or _have_gradients(trained)
         if trained and not has_backward:
             self._warn(OUTSIDE)
 
@@ -138,18 +136,21 @@ class LoopHooks:
 
     def _optimizer_ends(self, *_: Any) -> None:
         self._run.phase.end_optimizer_step()
-        if self.num_forwards == 0:
-            try:
-                refuse_uncovered(self._run.config, ALL_BLOCKS, self.untrained_step, TRAIN_MODEL)
-            except UncoveredBlockError:
-                remove_policy(self._run.model)  # detaches the session
-                raise
+        self.has_trained()
 
-    @property
-    def untrained_step(self) -> str:
-        """Description of a step without a forward for training, with the probable cause."""
-        is_training = self._run.model.training
-        return NO_FORWARD % ("of the very model that the session was given" if is_training else "it is in eval mode")
+    def has_trained(self) -> bool:
+        """Return True if the step has called the model for training, or if the hooks are not registered. Warn if not,
+        with the probable cause. An update without a forward ends a run that requires a policy for all blocks."""
+        if self.num_forwards or not self._hooks:
+            return True
+        run = self._run
+        run.phase.abandon_step()
+        cause = "of the very model that the session was given" if run.model.training else "it is in eval mode"
+        if run.has_stepped and run.config.on_uncovered == "error":
+            remove_policy(run.model)  # detaches the session
+            refuse_uncovered(run.config, ALL_BLOCKS, NO_FORWARD % cause, run.loop.how_to_train)
+        run.warn_once(f"Adacc: {NO_FORWARD}. To avoid this, {run.loop.how_to_train}", cause)
+        return False
 
 
 def _parameters(optimizer: Any) -> list[torch.Tensor]:

@@ -27,27 +27,24 @@ not exceeded. Rounding by allocators, and a few small tensors of the Trainer, st
 
 
 class StepMeter:
-    """A meter of a training step's peak memory. Call `begin`, `count_memory` and, after backward, `end_backward`."""
+    """A meter of a training step's peak memory. Call `begin` and, after backward, `end_backward`."""
 
     def __init__(self) -> None:
         self.peak_bytes: int | None = None
         """Peak memory of the last measured step, without the optimizer's step. None if no step was measured."""
         self.moments: dict[str, int] = {}
-        """Peak memory of each part of the step (see `StepMarker`), such as a block's forward. Empty if `count_memory`
-        was called without `calls`."""
+        """Peak memory of each part of the step (see `StepMarker`), such as a block's forward. Empty if `begin` was
+        called without `calls`."""
         self._marks: StepMarker | None = None
         self._memory: MemoryMeter | None = None
         self.static_bytes = 0
         """Live bytes before the last measured step: parameters, buffers, gradients and optimizer state."""
 
-    def begin(self) -> None:
-        self.peak_bytes = None
-        self.moments = {}
-
-    def count_memory(self, model: nn.Module, optimizer: Any, calls: Mapping[str, BlockCall] | None = None) -> None:
+    def begin(self, model: nn.Module, optimizer: Any, calls: Mapping[str, BlockCall] | None = None) -> None:
         """Begin to measure the memory of the step and, with the block `calls`, of each part of the step. On a CPU, do
         nothing while another profiler is active."""
         device = next(model.parameters()).device
+        self.peak_bytes, self.moments = None, {}
         if device.type == "cpu" and is_profiling():
             return
         self.static_bytes = static_bytes(model, {}, optimizer)
@@ -89,30 +86,24 @@ class PeakCheck:
         """Number of batches that are on the device before a step begins. A measurement does not include them."""
         self._requested = choice.shown
         """Record that requested the measurement. The step may have batches of other sizes."""
-        self.first_step = self._pause = 0
-        """First step that may be measured. Without a result, it is measured again after 0, 1, 3, 7, ... steps."""
 
     def start(self, handle: PolicyHandle) -> None:
         """Begin to measure the memory of the current step."""
         self.is_on, self._requested = True, self._choice.shown
-        self.meter.begin()
-        self.meter.count_memory(self._run.model, self._run.optimizer, handle.installation.calls)
+        self.meter.begin(self._run.model, self._run.optimizer, handle.installation.calls)
 
     def close(self) -> None:
         """Stop measuring memory. Do nothing if memory is not being measured."""
         self.meter.close()
         self.is_on = False
 
-    def compare(self, step: int) -> None:
-        """Compare the measured peak of `step` with the predicted peak. If it is higher, correct the run's predictions,
+    def compare(self) -> None:
+        """Compare the measured peak of the step with the predicted one. If it is higher, correct the run's predictions,
         and replace the policy if it then exceeds the budget."""
         run, choice, peak = self._run, self._choice, self.meter.peak_bytes
         used = [record for record in choice.used if record is not None]
         if peak is None or not used or None in choice.used:  # another profiler is active, or torch's checkpoint
-            self._pause = 2 * self._pause + 1
-            self.first_step = step + self._pause // 2 + 1
             return
-        self._pause = 0
         for record in (*used, self._requested):
             record.must_measure = False
         record = max(used, key=lambda record: record.policy.predicted_peak_bytes)

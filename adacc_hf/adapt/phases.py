@@ -7,7 +7,7 @@ NOTE [Phases of a run]
 | WarmUpPhase | torch's checkpoint | a run, a resumed run, other blocks or operators | the first policy, after a step |
 | FixedPolicyPhase | the user's policy, unchanged | such a policy | the run's end |
 | AdaptivePhase | policies that follow the data | the first solved policy | the run's end |
-| CompiledPhase | compiled graphs (callbacks/compiled_phase.py) | a model compiled as a whole | the run's end |
+| CompiledRun | compiled graphs (compiler/compiled_run.py) | a model compiled as a whole | the run's end |
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class WarmUpPhase(Phase):
 
     def __init__(self, run: RunState, saved: Sequence[Policy] = (), reason: str | None = None) -> None:
         """Begin a run, with the `saved` policies of a checkpoint if it is resumed, or again, for a `reason`."""
-        self._run, self._saved, self._reason = run, saved, reason
+        super().__init__(run)
+        self._saved, self._reason = saved, reason
         self._num_before = run.num_steps
         """Number of finished steps of the run before this phase."""
         self._profiler = run.profiler
@@ -82,7 +83,7 @@ class WarmUpPhase(Phase):
 
     def begin_micro_batch(self, inputs: Any) -> None:
         self._checkpointing.begin_step()
-        self._profiler.inner_steps.open()
+        self._profiler.watch_steps()
         self._num_begun += 1
         if inputs is None and self._is_to_be_recorded():  # a loop of the user's may call blocks before the model
             self._record(None)
@@ -105,7 +106,7 @@ class WarmUpPhase(Phase):
 
     def end_micro_batch(self) -> None:
         self._profiler.end_backward()
-        self._profiler.inner_steps.close()
+        self._profiler.ignore_steps()
 
     def begin_forward(self, inputs: Any) -> None:
         self._has_forward = True
@@ -125,18 +126,12 @@ class WarmUpPhase(Phase):
         checkpointing = self._checkpointing
         self._profiler.begin(checkpointing, self._run.optimizer, inputs, head=checkpointing.head)
 
-    def note_loss(self, result: Any, inputs: Any) -> None:
-        self._profiler.end_forward(result[0] if isinstance(result, tuple) and result else result)
-
     def begin_optimizer_step(self) -> None:
-        self._profiler.end_backward()
+        super().begin_optimizer_step()
         self._profiler.begin_optimizer(self._run.model)
 
     def end_optimizer_step(self) -> None:
         self._profiler.end_optimizer()
-
-    def end_backward(self) -> None:
-        self._profiler.end_backward()
 
     def end_step(self, step: int) -> None:
         run = self._run
@@ -202,9 +197,6 @@ class WarmUpPhase(Phase):
         num_steps = run.num_steps - self._num_before
         run.note("policy", reason=self._reason, fallback_steps=num_steps, **predictions(policy))
         run.save()
-
-    def abandon_step(self) -> None:
-        self._profiler.remove()
 
     def ends(self) -> None:
         num_steps, config = self._run.num_steps, self._run.config

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,17 +23,15 @@ import torch
 from adacc_hf.adapt.corrections import with_static_memory
 from adacc_hf.adapt.history import NO_POLICY, describe_costs, predictions
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, SAME_SIZE, refuse_uncovered
-from adacc_hf.adapt.policy_fit import NOTHING_FITS, PolicyFit, current_policy, distinct
+from adacc_hf.adapt.policy_fit import NOTHING_FITS, SAME_ACTIONS, PolicyFit, current_policy, distinct
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import put_latest
-from adacc_hf.artifacts.policy import Action, Plan, Policy
+from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import Shapes
-from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.run.entries import OTHER_OPERATORS
 from adacc_hf.run.policy_handle import BlockPlans, PolicyHandle
-from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.batch_shapes import batch_shapes, describe, fits_in, num_elements
 from adacc_hf.torch_glue.memory import batch_bytes
 from adacc_hf.torch_glue.progress import announce, reported_if_slow
@@ -43,6 +41,9 @@ MAX_SIZES = 64
 FEW_PROFILES, MOST_PROFILES = 6, 16
 """Number of profiles up to which each size that no profile predicts is recorded, because profiles of a few sizes
 predict all others, and the number up to which sizes are recorded that do not fit in a recorded one."""
+
+SOLVER_MS = 100.0
+"""Assumed time of a solver run for a size class. A policy may lose as much time before the class is solved."""
 
 
 @dataclass(slots=True, eq=False)
@@ -159,8 +160,13 @@ class PolicyChoice:
         if record is None:
             reason = f"no profile predicts batches of {describe(shapes)}"
             refuse_uncovered(self._run.config, ALL_BLOCKS, reason, SAME_SIZE)
-            if not self.is_unpredicted:  # a batch that is recorded gets a policy right away
-                self._warn_of_checkpoint(shapes, reason)
+            budget = self._run.budget(self.shown.profile)
+            if not self.is_unpredicted and budget.limits_peak:  # a batch that is recorded gets a policy right away
+                self._run.warn_of_memory(
+                    f"a batch runs under torch's checkpoint, because {reason}, and may take more than memory_budget="
+                    f"{budget.setting!r} allows: to avoid this, {SAME_SIZE}",
+                    key=shapes,
+                )
 
     def _smallest_around(self, shapes: Shapes, bounds: Shapes | None) -> SizePolicy | None:
         """Return the record of the smallest sizes in which `shapes` fits, within the `bounds` of its class, if any."""
@@ -233,7 +239,7 @@ class PolicyChoice:
         if NOTHING_FITS in reason:
             run.warn_of_memory(f"step {run.current_step}: {reason}")
         if len(distinct([record.policy, policy])) > 1:
-            is_other = _actions(policy) != _actions(record.policy)
+            is_other = reason != SAME_ACTIONS
             reason = f"{corrections.reason}: {reason}"
             record.must_measure |= is_other
             run.note("change", reason=reason, **predictions(policy))
@@ -246,12 +252,12 @@ class PolicyChoice:
 
     def _solve_if_it_pays(self, record: SizePolicy) -> None:
         """Count a batch under a policy that a solver run may improve. Once the overhead of these batches has reached
-        the time of a solver run, solve, and follow the new policy if it is faster."""
+        SOLVER_MS, solve, and follow the new policy if it is faster."""
         if not record.num_waiting or record.must_measure:
             return
         record.num_waiting += 1
         num_batches = record.num_waiting - 1
-        if (num_batches - 1) * record.policy.predicted_overhead_ms <= self.solver_ms:
+        if (num_batches - 1) * record.policy.predicted_overhead_ms <= SOLVER_MS:
             return
         record.num_waiting = 0
         sizes = describe(record.shapes or ())
@@ -265,13 +271,6 @@ class PolicyChoice:
             reason = f"for batches of {sizes}, which have come {num_batches} times"
             self._run.note("policy", reason=reason, **predictions(policy))
             self._follow(record, policy)
-
-    @property
-    def solver_ms(self) -> float:
-        """Time in ms of the latest solver run for a size, or, before, of that for the run's first policy."""
-        if self.fit.solver_ms is not None:
-            return self.fit.solver_ms
-        return 1e3 * max(float(dict(record.policy.facts).get("seconds", 0.0)) for record in self.records.values())
 
     def tighten(self, memory_budget: float | int) -> Policy:
         """Solve for a smaller budget, and follow the policy. Raises InfeasibleBudgetError, and keeps the old one."""
@@ -323,40 +322,9 @@ class PolicyChoice:
                     key=OTHER_OPERATORS,
                 )
 
-    def _warn_of_checkpoint(self, shapes: Shapes, reason: str) -> None:
-        """Warn that a batch of `shapes` runs under torch's checkpoint, if the budget limits the peak."""
-        profile = self.shown.profile
-        budget, least_bytes = self._run.budget(profile), uniform_policy(profile, Action.RECOMPUTE).predicted_peak_bytes
-        if budget.limits_peak:
-            peak = profile.static_bytes + int(_ratio(shapes, self.shown.shapes) * (least_bytes - profile.static_bytes))
-            self._run.warn_of_memory(
-                f"a batch runs under torch's checkpoint, because {reason}. It takes about {peak} bytes "
-                f"({format_bytes(peak)}), {peak / budget.nbytes:.0%} of memory_budget={budget.setting!r}, and perhaps "
-                f"more. To avoid this, pad batches to one size, or begin with the largest",
-                key=shapes,
-            )
-
     def most_diverged(self) -> bool:
         """Return True if, in most micro-batches since the last call of this method, most block calls ran under torch's
         checkpoint, or operators that were not profiled, instead of their plans."""
         is_majority = 2 * self._num_diverged > self._num_batches
         self._num_batches = self._num_diverged = 0
         return is_majority
-
-
-def _ratio(shapes: Shapes, other: Shapes | None) -> float:
-    """Return the elements of `shapes` divided by those of `other`, in the tensors of both, or 1.0 if there are none."""
-    names = dict(shapes).keys() & dict(other or ()).keys()
-    elements, other_elements = (
-        num_elements(tuple((name, size) for name, size in batch or () if name in names)) for batch in (shapes, other)
-    )
-    return elements / other_elements if elements and other_elements else 1.0
-
-
-def _actions(policy: Policy) -> tuple[str, list[Plan]]:
-    """Return the head and the plan of each block, without outlier channels."""
-    plans = [
-        replace(plan, choices=tuple((value, replace(choice, options=())) for value, choice in plan.choices))
-        for plan in policy.plans
-    ]
-    return policy.head, [plans[index] for _, index in policy.blocks]

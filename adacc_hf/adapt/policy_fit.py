@@ -7,8 +7,8 @@ again. `first_policy` makes the policy of the run's first profile.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from adacc_hf.adapt.corrections import full_name, repriced_choice
@@ -33,9 +33,6 @@ log = logging.getLogger(__name__)
 USED_UP = 0.9
 """Fraction of the budget. A policy that fits and needs at least this fraction stays. One that needs less stays until a
 solver run is worth its time."""
-FAR_ABOVE = 0.05
-"""Fraction of the budget. The solver does not run if the policy that needed the least memory at another size exceeds
-the budget by more: it would take seconds to find one that needs hardly less."""
 MAX_PROFILES = 12
 """Number of recorded profiles of different sizes that are kept to predict further sizes."""
 ERROR_MARGIN = 0.05
@@ -54,10 +51,6 @@ class PolicyFit:
         """Recorded profiles of different sizes, the latest last."""
         self.predictor: Profile | None = None
         """Latest recorded profile that predicts other sizes."""
-        self._least: Policy | None = None
-        """Policy that needs the least memory, of the latest solver run at a size that no policy fits."""
-        self.solver_ms: float | None = None
-        """Time in ms of the latest solver run, or None before."""
 
     def add(self, profile: Profile) -> Profile:
         """Add a recorded profile. Return it with the measurements of earlier ones, so that it predicts further sizes,
@@ -67,7 +60,7 @@ class PolicyFit:
         self._profiles.append(profile)
         merged = joined(self._profiles[::-1])
         if merged.sizes is not None:
-            self.predictor = merged
+            self.predictor = self._run.size_predictor = merged
         return merged
 
     def class_of(self, shapes: Shapes) -> Shapes | None:
@@ -98,14 +91,9 @@ class PolicyFit:
         budget = Budget.resolve(self.with_room(profile), profile, self._config)
         if budget.limits_peak:  # a budget of stored bytes is solved quickly
             policies = [*policies, *recomputing_policies(self._run.corrections.allowed(profile), self._config)]
-        fastest = self._fastest(profile, policies, budget)
-        is_final = fastest is not None and uses_up(fastest, budget)
-        if fastest is not None and (is_final or budget.limits_peak):
-            return fastest, not is_final
-        try:
-            return self.solved(profile, budget.setting), False
-        except InfeasibleBudgetError:
-            return None
+        with suppress(InfeasibleBudgetError):
+            return self.fastest(profile, policies, budget, is_final=not budget.limits_peak)
+        return None
 
     def least(self, sizes: Shapes) -> Policy:
         """Return a policy within the whole budget for batches of `sizes`, or the one that needs the least memory, with
@@ -135,21 +123,18 @@ class PolicyFit:
         """Return the predicted profile of batches of `sizes` with the run's corrections."""
         return self._run.corrections.applied(self.predicted(sizes), sizes)
 
-    def _fastest(self, profile: Profile, policies: Iterable[Policy], budget: Budget) -> Policy | None:
-        """Return the fastest of `policies` that suits `profile` and fits `budget`, with its predictions, or None."""
+    def fastest(
+        self, profile: Profile, policies: Iterable[Policy], budget: Budget, is_final: bool
+    ) -> tuple[Policy, bool]:
+        """Return (policy, may be improved): the fastest of `policies` that suits `profile` and fits `budget`. If there
+        is none, or if it may be improved and the policy `is_final`, return a new policy."""
         allowed = self._run.corrections.allowed(profile)
         suitable = (suitable_policy(policy, allowed, self._config) for policy in policies)
         fitting = (policy for policy in suitable if policy and budget.needed_bytes(policy) <= budget.nbytes)
-        return min(fitting, key=lambda policy: policy.predicted_overhead_ms, default=None)
-
-    def first(self, profile: Profile, saved: Iterable[Policy]) -> Policy:
-        """Return the policy for the run's first profile: a `saved` one of a checkpoint that uses up the budget, or a
-        new one."""
-        budget = self._run.budget(profile)
-        fastest = self._fastest(profile, saved, budget)
-        if fastest is not None and uses_up(fastest, budget):
-            return fastest
-        return self.solved(profile, self._run.corrections.memory_budget)
+        fastest = min(fitting, key=lambda policy: policy.predicted_overhead_ms, default=None)
+        if fastest is None or (is_final and not uses_up(fastest, budget)):
+            return self.solved(profile, budget.setting), False
+        return fastest, not uses_up(fastest, budget)
 
     def adapted(self, profile: Profile, policy: Policy) -> tuple[Policy, str, bool]:
         """Return (policy, reason, may be improved) for batches under `policy`, whose profile is now `profile`.
@@ -174,30 +159,10 @@ class PolicyFit:
             return error.least or policy, text, False
 
     def solved(self, profile: Profile, memory_budget: str | float | int) -> Policy:
-        """Run the solver, and return its policy.
-
-        Raise InfeasibleBudgetError if no policy fits. Raise it without a solver run if the policy that needed the least
-        memory at another size is FAR_ABOVE the budget.
-        """
-        allowed = self._run.corrections.allowed(profile)
-        least = None if self._least is None else suitable_policy(self._least, allowed, self._config)
-        if least is not None and self._config.on_over_budget != "error":
-            budget = Budget.resolve(memory_budget, allowed, self._config)
-            needed = budget.needed_bytes(least)
-            if needed > (1 + FAR_ABOVE) * budget.nbytes:
-                what = "peak" if budget.limits_peak else "stored bytes"
-                text = f"memory_budget={budget.setting!r} is below {needed} bytes, the least {what} that is known"
-                raise InfeasibleBudgetError(text, needed, bound_bytes=0, least=least)
-        start = time.perf_counter()
-        try:
-            bound = error_bound(self._config)
-            config = self._config if bound is None else self._config.with_overrides(max_error=bound)
-            return solve_policy(allowed, memory_budget, config)
-        except InfeasibleBudgetError as error:
-            self._least = error.least
-            raise
-        finally:
-            self.solver_ms = 1e3 * (time.perf_counter() - start)
+        """Run the solver, and return its policy. Raise InfeasibleBudgetError if no policy fits."""
+        bound = error_bound(self._config)
+        config = self._config if bound is None else self._config.with_overrides(max_error=bound)
+        return solve_policy(self._run.corrections.allowed(profile), memory_budget, config)
 
     def with_room(self, profile: Profile) -> str | float | int:
         """Return the run's budget for `profile`, reduced by the uncertainty of predicted peaks, if there are any."""
@@ -218,7 +183,7 @@ def first_policy(run: RunState, profile: Profile, saved: Sequence[Policy] = ()) 
     """
     config, source, budget = run.config, run.source, run.budget(profile)
     _warn_of_fragments(profile, budget)
-    has_inner_steps = any(gather_from_all_ranks(run.profiler.inner_steps.has_detected))
+    has_inner_steps = any(gather_from_all_ranks(run.profiler.has_inner_steps))
 
     def solve() -> Policy:
         if callable(source):
@@ -228,7 +193,7 @@ def first_policy(run: RunState, profile: Profile, saved: Sequence[Policy] = ()) 
             refuse_policy(policy, config, config.host_limit(profile.host_free_bytes), profile.plain_stored_bytes)
             return policy
         try:
-            policy = PolicyFit(run).first(profile, saved)  # raises if even the least memory is too much
+            policy, _ = PolicyFit(run).fastest(profile, saved, budget, is_final=True)
         except InfeasibleBudgetError as error:
             if run.policy is None or config.on_over_budget != "warn" or error.least is None:
                 raise _with_hints(error, run, profile) from None

@@ -24,7 +24,7 @@ from torch import nn
 
 from adacc_hf.adapt.checkpoint_files import Saved, save_in_checkpoint
 from adacc_hf.adapt.history import describe_costs, describe_coverage, predictions
-from adacc_hf.adapt.oom_retry import TIGHTER, memory_reported, run_with_retry, tighter_budget
+from adacc_hf.adapt.oom_retry import TIGHTER, run_with_retry, tighter_budget
 from adacc_hf.adapt.peak_check import PeakCheck
 from adacc_hf.adapt.policy_checks import refuse_fallbacks
 from adacc_hf.adapt.policy_choice import PolicyChoice
@@ -56,15 +56,10 @@ class FixedPolicyPhase(Phase):
     """Phase of a run that trains under a fixed policy, which is not adapted to the data."""
 
     def __init__(self, run: RunState, handle: PolicyHandle) -> None:
-        self._run = run
+        super().__init__(run)
         self.handle = handle
         self._must_check = True
         self._has_forward = False
-
-    def attempt(self, run: Callable[[], Any]) -> Any:
-        """Call `run`, which trains on the micro-batch, once, because the policy is fixed. Return its result."""
-        with memory_reported(self._run.memory_report):
-            return run()
 
     def begin_forward(self, inputs: Any) -> None:
         self._has_forward = True
@@ -154,22 +149,17 @@ class AdaptivePhase(FixedPolicyPhase):
         self._num_begun = 0
         """Number of the current step's micro-batches so far."""
         record = self.choice.add(profile, policy)
-        record.num_waiting = int(run.budget(profile).limits_peak and self._profiler.inner_steps.has_detected)
+        record.num_waiting = int(run.budget(profile).limits_peak and self._profiler.has_inner_steps)
         self._tracking = Tracking(self.choice, run, run.step - 1)  # tracking steps count from the profiled step
         self._peaks = PeakCheck(self.choice, run)
-
-    @property
-    def size_predictor(self) -> Profile | None:
-        return self.choice.fit.predictor
 
     def begin_step(self, step: int) -> None:
         self.choice.begin_step()
         self._num_begun = 0
         self._count_accumulation(self._run.loop.num_micro)
-        current_step = self._run.current_step
-        if current_step >= self._tracking.due_step:
+        if self._run.current_step >= self._tracking.due_step:
             self._tracking.start()
-        if self.choice.shown.must_measure and not self._tracking.is_on and current_step >= self._peaks.first_step:
+        if self.choice.shown.must_measure and not self._tracking.is_on:
             self._peaks.start(self.handle)
 
     def begin_micro_batch(self, inputs: Any) -> None:
@@ -246,13 +236,9 @@ class AdaptivePhase(FixedPolicyPhase):
         is_wanted = self.choice.is_unpredicted if self._is_alone else self._is_due
         return is_wanted and not self._tracking.is_on and self._profiler.is_turn(self._num_begun, self._run.model)
 
-    def note_loss(self, result: Any, inputs: Any) -> None:
-        if self._profiler.live is not None:
-            self._profiler.end_forward(result[0] if isinstance(result, tuple) and result else result)
-
     def abandon_step(self) -> None:
         self._cancel()
-        self._profiler.remove()
+        super().abandon_step()
 
     def _cancel(self) -> None:
         """Stop the measurements of a step that has failed."""
@@ -261,8 +247,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._peaks.close()
 
     def end_backward(self) -> None:
-        if self._profiler.live is not None:
-            self._profiler.end_backward()
+        super().end_backward()
         if self._peaks.is_on:
             self._peaks.meter.end_backward()
 
@@ -272,7 +257,7 @@ class AdaptivePhase(FixedPolicyPhase):
         if self._tracking.is_on:
             self._tracking.finish()
         if self._peaks.is_on:
-            self._peaks.compare(step)
+            self._peaks.compare()
             self._peaks.close()
         if run.num_without_state:
             self._count_state()

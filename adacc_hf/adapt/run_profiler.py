@@ -1,4 +1,5 @@
-"""RunProfiler: profiles micro-batches of a run, and an optimizer step, while they train. InnerSteps: a detector."""
+"""RunProfiler: profiles micro-batches of a run, and an optimizer step, while they train. TrainingLoop:
+properties of a training loop. The subclass for the Trainer is in `callbacks/trainer_loop.py`."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import ProfilerConflictError
 from adacc_hf.artifacts.profile import Profile
@@ -23,40 +24,60 @@ from adacc_hf.price.tiled_kinds import TiledKinds
 from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes
 from adacc_hf.torch_glue.batch_shapes import num_elements
-from adacc_hf.torch_glue.distributed import common_profile, fail_together, gather_from_all_ranks, is_sharded
+from adacc_hf.torch_glue.distributed import (
+    common_profile,
+    fail_together,
+    gather_from_all_ranks,
+    is_first_rank,
+    is_sharded,
+)
 from adacc_hf.torch_glue.private import is_profiling
 
 log = logging.getLogger(__name__)
 
 
-class InnerSteps:
-    """Detector of optimizer steps within a micro-batch, from `open` to `close`, as DeepSpeed's optimizers take."""
+class TrainingLoop:
+    """Properties of a user's own training loop."""
 
-    def __init__(self, expected: Any = None) -> None:
-        self.has_detected = False
-        self.expected = expected
-        """The session's own optimizer, which is ignored: a user's loop may step it within a micro-batch."""
-        self._hook: Any = None
+    num_unrecorded_steps = 0
+    """Number of first steps that differ from later ones, so that no micro-batch of them is profiled."""
+    how_to_train = "call model.train(), and the session's own model within session.step(batch)"
+    """Advice for a step that has not called the session's model for training."""
 
-    def open(self) -> None:
-        self.close()
-        self._hook = register_optimizer_step_pre_hook(self._see)
+    def __init__(self, num_micro: int = 1, folder: str | None = None) -> None:
+        self.num_micro = num_micro
+        """Micro-batches per step. In a user's own loop, the number of micro-batches in the previous step, or a guess in
+        the first step."""
+        self.folder = folder
+        """Folder for the run's policy, profile and history. None writes no files."""
 
-    def close(self) -> None:
-        """Stop detecting optimizer steps. Do nothing if detection has not begun."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = None
+    @property
+    def is_first_rank(self) -> bool:
+        """True on the first rank, which writes the run's files."""
+        return is_first_rank()
 
-    def _see(self, optimizer: Any, *_: Any) -> None:
-        self.has_detected |= optimizer is not self.expected
+    def num_prefetched(self, device: torch.device) -> int:
+        """Return the number of batches that the loop has already moved to `device` for later steps."""
+        return 0
+
+    def num_before_step(self, device: torch.device) -> int:
+        """Return the number of batches on `device` when a step begins, which its measured memory does not include."""
+        return int(device.type == "cpu")
+
+    def postpones_exchange(self, model: nn.Module) -> bool:
+        """Return True if ranks exchange gradients only in the last micro-batch of a step."""
+        return False
 
 
 class RunProfiler:
     """Profiler of one run's micro-batches, and of the temporary memory of an optimizer step."""
 
     def __init__(self, config: AdaccConfig, loop: TrainingLoop, optimizer: Any = None) -> None:
-        self.inner_steps = InnerSteps(optimizer)
+        self.has_inner_steps = False
+        """True once an optimizer has stepped within a micro-batch, as DeepSpeed's do. The session's own `optimizer` is
+        ignored: a user's loop may step it there."""
+        self._optimizer = optimizer
+        self._step_hook: Any = None
         self.live: LiveStep | None = None
         """The recorded micro-batch of the current step, or None."""
         self.counted_state_bytes: int | None = None
@@ -81,7 +102,20 @@ class RunProfiler:
         """Remove all hooks. Further calls have no effect."""
         self.cancel()
         self.end_optimizer()
-        self.inner_steps.close()
+        self.ignore_steps()
+
+    def watch_steps(self) -> None:
+        """Detect optimizer steps until `ignore_steps`."""
+        self.ignore_steps()
+        self._step_hook = register_optimizer_step_pre_hook(self._note_step)
+
+    def ignore_steps(self) -> None:
+        if self._step_hook is not None:
+            self._step_hook.remove()
+        self._step_hook = None
+
+    def _note_step(self, optimizer: Any, *_: Any) -> None:
+        self.has_inner_steps |= optimizer is not self._optimizer
 
     @property
     def is_recording(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,19 @@ from torch import nn
 
 from adacc_hf.adapt.checkpoint_files import save_files, save_history
 from adacc_hf.adapt.corrections import Corrections
-from adacc_hf.adapt.history import STEPS, count_fallback_step, fallback_reasons
-from adacc_hf.adapt.oom_retry import memory_table
-from adacc_hf.adapt.run_profiler import RunProfiler
-from adacc_hf.adapt.training_loop import PolicySource, TrainingLoop
+from adacc_hf.adapt.history import FALLBACK, STEPS, fallback_reasons
+from adacc_hf.adapt.oom_retry import memory_reported, memory_table
+from adacc_hf.adapt.run_profiler import RunProfiler, TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig, Budget
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.setting_checks import describe_value
 from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
 from adacc_hf.run.blocks import Installation
 
 log = logging.getLogger(__name__)
+
+PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 
 STATE_STEPS = 8
 """Number of steps in which an optimizer's state is expected. In fp16, GradScaler skips the first updates."""
@@ -34,14 +36,17 @@ UNWRITTEN = (
 
 
 class Phase:
-    """Phase of a run: handlers of the training loop's events. The handlers of this base class do nothing.
+    """Phase of a run: handlers of the training loop's events. The handlers of this base class only end recordings.
 
     `step` is always the number of finished steps.
     """
 
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+
     @property
-    def size_predictor(self) -> Profile | None:
-        """A recorded profile that predicts batches of other sizes. None before sizes were recorded."""
+    def policy(self) -> Any:
+        """The `compiler.CompiledPolicy` of a run with torch.compile. Other runs have their policy in `RunState`."""
         return None
 
     def begin_step(self, step: int) -> None:
@@ -51,23 +56,29 @@ class Phase:
         """Begin a micro-batch. `inputs` is a mapping with its tensors, or None if `begin_forward` gets them later."""
 
     def attempt(self, run: Callable[[], Any]) -> Any:
-        """Call `run`, which trains on the micro-batch, and return its result."""
-        return run()
+        """Call `run`, which trains on the micro-batch, and return its result. If memory runs out, log a table."""
+        with memory_reported(self._run.memory_report):
+            return run()
 
     def begin_forward(self, inputs: Any) -> None:
         """Handle the start of a forward on `inputs` in training. A micro-batch may have several."""
 
     def note_loss(self, result: Any, inputs: Any) -> None:
         """Handle the end of a forward in training or evaluation. `result` is the loss, or (loss, outputs)."""
+        if self._run.profiler.live is not None:
+            self._run.profiler.end_forward(result[0] if isinstance(result, tuple) and result else result)
 
     def end_micro_batch(self) -> None:
         """End the micro-batch, and record its fallbacks."""
 
     def abandon_step(self) -> None:
         """Stop the measurements of a step that an error has ended."""
+        self._run.profiler.remove()
 
     def end_backward(self) -> None:
         """End the measurement of a step's memory: before the optimizer's step, or at the end of a step without one."""
+        if self._run.profiler.live is not None:
+            self._run.profiler.end_backward()
 
     def begin_optimizer_step(self) -> None:
         """Handle the start of the optimizer's step."""
@@ -101,7 +112,7 @@ class RunState:
     ) -> None:
         self.config, self.source = config, source
         self.model, self.optimizer, self.loop = model, optimizer, loop
-        self.phase = Phase()
+        self.phase = Phase(self)
         self.policy: Policy | None = None
         self.profile: Profile | None = None
         self.history: list[dict[str, Any]] = []
@@ -114,6 +125,8 @@ class RunState:
         """Checkpoint that the run resumes from, or None for a new run."""
         self.byte_batches: Any = None
         """The run's `ByteBatches`, if it divides steps into micro-batches by bytes."""
+        self.size_predictor: Profile | None = None
+        """A recorded profile that predicts batches of other sizes. None before enough sizes were recorded."""
         self.num_before = 0
         """Number of finished steps before the checkpoint that this run resumes from, or 0 for a new run."""
         self.num_steps = 0
@@ -171,8 +184,13 @@ class RunState:
 
     def count_step(self) -> None:
         """Count the finished step as a fallback step, because some block calls did not follow the policy."""
-        count_fallback_step(self.history, self.current_step, self.fallbacks)
+        ((reason, _),) = self.fallbacks.most_common(1)
         self.fallbacks.clear()
+        for record in self.history:
+            if record["event"] == FALLBACK and record["reason"] == reason:
+                record[STEPS] += 1
+                return
+        self.note(FALLBACK, reason=reason, **{STEPS: 1})
 
     def fallback_figures(self) -> dict[str, float]:
         """Return a dict with one metric for the log: the number of fallback steps so far."""
@@ -205,3 +223,23 @@ def check_called(installation: Installation, executed: ExecutedBlocks | None = N
     uncalled = installation.uncalled()
     if len(uncalled) == len(installation.blocks):
         raise RuntimeError(describe_uncalled(installation, uncalled, "in the first step", executed))
+
+
+def checked_config(owner: str, config: Any, policy: Any, overrides: dict[str, Any]) -> AdaccConfig:
+    """Return `config` with some fields replaced by `overrides`. A `config` of None means the defaults.
+
+    Raises TypeError, whose message names the class `owner`, if `config` is not an AdaccConfig, or if `policy` is not a
+    Policy, path or function.
+    """
+    if config is not None and not isinstance(config, AdaccConfig):
+        by_name = "**settings" if isinstance(config, Mapping) else "memory_budget=0.5"
+        raise TypeError(
+            f"config={config!r} is not an AdaccConfig: give settings by name, as in {owner}(..., {by_name}), or pass "
+            f"AdaccConfig({by_name})"
+        )
+    if policy is not None and not isinstance(policy, (str, Path, Policy)) and not callable(policy):
+        raise TypeError(
+            f"{describe_value('policy', policy)}: give a Policy, the path of a file that Policy.save wrote, or a "
+            f"function that makes a Policy of a Profile"
+        )
+    return (config or AdaccConfig()).with_overrides(**overrides)

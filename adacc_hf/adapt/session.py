@@ -23,8 +23,8 @@ from adacc_hf.adapt.history import predictions
 from adacc_hf.adapt.loop_hooks import LoopHooks, unwrapped, unwrapped_optimizer, warn_of_model_checkpointing
 from adacc_hf.adapt.phases import WarmUpPhase, follow
 from adacc_hf.adapt.policy_checks import refuse_policy
-from adacc_hf.adapt.run_state import Phase, RunState
-from adacc_hf.adapt.training_loop import PolicySource, TrainingLoop, checked_config
+from adacc_hf.adapt.run_profiler import TrainingLoop
+from adacc_hf.adapt.run_state import Phase, PolicySource, RunState, checked_config
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import UncoveredBlockError
 from adacc_hf.artifacts.policy import Policy
@@ -315,7 +315,7 @@ class AdaccSession(RunView):
         """Restore the model without writing files, as after an error. Further calls have no effect."""
         self.is_closed = True
         Applied.forget(self.state.model, self)
-        phase, self.state.phase = self.phase, Phase()
+        phase, self.state.phase = self.phase, Phase(self.state)
         phase.remove()
         self.hooks.remove()
 
@@ -402,23 +402,15 @@ class AdaccSession(RunView):
         """End a step, after which a policy may be set or replaced. `step` is as in `begin_step`."""
         self._place = Place.BETWEEN_STEPS
         with self._detaching():
-            if self._is_own and not self._has_trained():
+            if not self.hooks.has_trained():
                 return
+            if self._num_micro:
+                self.state.loop.num_micro = self._num_micro
+            self.phase.end_backward()  # of a step without the optimizer's, or whose closure calls the model
+            if self.state.has_stepped:
+                self._num_unseen = 0
             self.state.num_steps += 1
             self.phase.end_step(self.num_steps if step is None else step)
-
-    def _has_trained(self) -> bool:
-        """Return True if the step has called the model for training. Warn if not."""
-        if self.hooks.num_forwards == 0:
-            self.phase.abandon_step()
-            self.state.warn_once("Adacc: %s", self.hooks.untrained_step)
-            return False
-        if self._num_micro:
-            self.state.loop.num_micro = self._num_micro
-        self.phase.end_backward()  # of a step without the optimizer's, or whose closure calls the model
-        if self.state.has_stepped:
-            self._num_unseen = 0
-        return True
 
     def _begin_micro_batch(self, batch: Any, is_one: bool) -> None:
         """Begin a micro-batch, which is known to be the only one of its step if `is_one`."""

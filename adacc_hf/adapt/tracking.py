@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from adacc_hf.adapt.corrections import MeasuringCodec, Observation, by_index, full_name
-from adacc_hf.adapt.gradient_check import BlockSample, comparison_peaks, find_culprits, peaks_with_samples
+from adacc_hf.adapt.gradient_check import BlockSample, check_peaks
 from adacc_hf.adapt.policy_choice import PolicyChoice, SizePolicy
 from adacc_hf.adapt.policy_fit import error_bound
 from adacc_hf.adapt.run_state import RunState
@@ -93,7 +93,7 @@ class Tracking:
     def _sample_names(self, record: SizePolicy) -> list[str]:
         """Return the names of the blocks whose gradients are compared: after a suspicion, the block of each lossy kind
         that was degraded last, or its first one; else one lossy block in turn, or none if the budget has no room. A
-        comparison runs the block twice, and twice more for each compressed activation of a degraded gradient."""
+        comparison runs the block twice, and once more for each compressed activation of a degraded gradient."""
         names = lossy_blocks(record.policy)
         if self.suspicion is not None:
             in_order = sorted(names, key=lambda name: name not in self._degraded)
@@ -101,8 +101,8 @@ class Tracking:
             return list({kinds[name]: name for name in reversed(in_order)}.values())
         budget = self._run.budget(record.profile)
         if budget.limits_peak:
-            peaks, after = peaks_with_samples(record.profile, record.policy), comparison_peaks(record.profile)
-            names = [name for name in names if max(peaks[name], after[name]) <= budget.nbytes]
+            peaks = check_peaks(record.profile, record.policy)
+            names = [name for name in names if peaks[name] <= budget.nbytes]
             if not names:
                 log.info("Adacc: the budget has no room to compare the gradient of a block with the exact one")
         return [names[self.num_tracked % len(names)]] if names else []
@@ -220,12 +220,16 @@ class _TrackedSize:
             executor.wrap_codec = None
 
     def _find_degrading(self, name: str, sample: BlockSample, bound: float) -> set[tuple[str, str, str]]:
-        """Return the codecs without which block `name` is within `bound`, or all its lossy ones if the search fails."""
+        """Return the codecs of block `name` that exceed `bound` on their own, or else the worst one, because the next
+        step compares again. Return all lossy codecs of the block's kind if their errors cannot be measured. Round-trip
+        errors do not show them: backward may recompute attention's softmax from queries and keys, for example."""
         kind, plan = self._kinds[name], self._policy.plan_of(name)
         lossy = {value: encoding_of(codec.name) for value, codec in _codecs(plan).items() if not codec.lossless}
-        values = find_culprits(lossy, bound, sample.compare)
-        if values is not None:
-            return {(name, kind.names[value], lossy[value]) for value in values}
+        measured = {value: sample.compare(lossy.keys() - {value}) for value in lossy}
+        errors = {value: error for value, error in measured.items() if error is not None}
+        if errors.keys() == lossy.keys():
+            limit = min(bound, max(errors.values()))
+            return {(name, kind.names[value], lossy[value]) for value, error in errors.items() if error >= limit}
         log.warning(
             "Adacc: the codecs that degrade the gradient of %s cannot be determined: lossy compression is switched off "
             "for all blocks of its kind",

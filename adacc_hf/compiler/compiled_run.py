@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from adacc_hf.adapt.checkpoint_files import save_history
+from adacc_hf.adapt.history import UNCOMPILED
 from adacc_hf.adapt.peak_check import StepMeter
-from adacc_hf.adapt.policy_checks import excluded_codec
+from adacc_hf.adapt.policy_checks import ALL_BLOCKS, excluded_codec, refuse_uncovered
+from adacc_hf.adapt.run_state import Phase, RunState
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError, InfeasibleBudgetError
 from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE, read_json
@@ -38,12 +40,14 @@ log = logging.getLogger(__name__)
 MAX_ROUNDS = 4  # compilations of all graphs for a better share, each as long as the first one
 SLACK = 0.03  # fraction of the budget that may stay unused without another compilation
 MARGIN = 0.01  # of plain torch.compile's bytes, which graphs store less, besides the excess, after an exceeded budget
+NO_NESTED_REGIONS = "leave torch.utils.checkpoint and nested compiled regions out of the model"
+FEWER_SIZES = "raise torch._dynamo.config.recompile_limit, or train with fewer different batch sizes"
 RUN_SETTINGS = (*GRAPH_SETTINGS, "memory_margin", "on_uncovered", "profile_steps")
 """Fields of `AdaccConfig` that affect a run with torch.compile."""
 
 
-class CompiledRun:
-    """Controller that keeps the compiled graphs (regions) of a run within a budget.
+class CompiledRun(Phase):
+    """Phase of a Trainer's run with `torch_compile=True`. Keeps the compiled graphs (regions) within a budget.
 
     Each region may store a fraction of the bytes that it stores under plain torch.compile. This fraction, the *share*,
     is the same for all regions and on all ranks.
@@ -60,13 +64,11 @@ class CompiledRun:
     gradients are reduced outside the graphs.
     """
 
-    def __init__(
-        self, config: AdaccConfig, model: Any, note: Callable[..., None], initial_policy: CompiledPolicy | None = None
-    ) -> None:
-        """Install the partitioner for the run. Events are reported by `note(step, event, **metrics)`. The run follows
-        `initial_policy` unchanged. If `initial_policy` is None, plans are made for the run's budget."""
-        self._config = config
-        self._note = note
+    def __init__(self, run: RunState, initial_policy: CompiledPolicy | None = None) -> None:
+        """Install the partitioner for the run. The run follows `initial_policy` unchanged. If `initial_policy` is None,
+        plans are made for the run's budget."""
+        super().__init__(run)
+        self._config = config = run.config
         self._fraction = config.memory_budget if isinstance(config.memory_budget, float) else None
         _warn_of_idle_settings(config)
         self._is_settled = initial_policy is not None
@@ -90,7 +92,7 @@ class CompiledRun:
         if initial_policy is None and self._fraction is None:
             initial_policy = CompiledPolicy(share=None)
         partitioner = AdaccPartitioner(config, initial_policy, PlanStore())
-        self._undo_checkpointing = _without_checkpointing(model)
+        self._undo_checkpointing = _without_checkpointing(run.model)
         self._installed = InstalledPartitioner(partitioner)
         announce(
             "Adacc: memory_budget=%r with torch.compile: the activations of each region are decided when torch "
@@ -107,42 +109,41 @@ class CompiledRun:
         return replace(self._installed.partitioner.policy, settled_for=settled_for)
 
     @property
-    def refusals(self) -> list[str]:
-        """Reasons why torch's own partitioner handles some compiled graphs, which therefore have no budget."""
-        return self._installed.partitioner.refusals
-
-    @property
     def is_compiling(self) -> bool:
         """True in a step in which torch.compile compiles graphs: the first step, and each first step with a new
         share."""
         return self._num_steps == 0
 
-    def begin_step(self, model: Any, optimizer: Any) -> None:
+    def _note(self, step: int, event: str, **figures: Any) -> None:
+        self._run.history.append({"step": step, "event": event, **figures})
+
+    def begin_step(self, step: int) -> None:
         if self._next_change is not None:
             self._compile_again(self._next_change)
         self._end_report()
         if self.is_compiling:
             self._report = SlowReport("a step that compiles the model")
-        self._meter.begin()
         self._num_elements, self.fell_back = 0, False
         # A step that compiles is not representative, and the first step allocates the optimizer's state.
         is_late = self._num_steps >= max(1, self._config.profile_steps - 1)
         self._is_measured = is_late and self._fraction is None and not self._is_settled
         if self._is_measured:
-            self._meter.count_memory(model, optimizer)
+            self._meter.begin(self._run.model, self._run.optimizer)
 
-    def note_loss(self, loss: Any, inputs: Any) -> None:
-        """Count a micro-batch's calls of compiled graphs and its input elements. Call this between forward and
-        backward."""
-        if isinstance(loss, torch.Tensor):
-            self._installed.count_calls(loss)
-            self._check_called(loss)
+    def note_loss(self, result: Any, inputs: Any) -> None:
+        """Count a micro-batch's calls of compiled graphs and its input elements, between forward and backward."""
+        if isinstance(result, torch.Tensor):
+            self._installed.count_calls(result)
+            self._check_called(result)
             tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
             self._num_elements = max(self._num_elements, sum(tensor.numel() for tensor in tensors))
+        if self.fell_back:
+            refuse_uncovered(self._config, ALL_BLOCKS, UNCOMPILED, FEWER_SIZES)
 
-    def end_step(self, step: int, model: Any) -> None:
+    def end_step(self, step: int) -> None:
         """Report the newly compiled graphs. After a measured step, adjust the share. Raises RuntimeError if no compiled
         graph reached Adacc in the first step."""
+        run, num_events = self._run, len(self._run.history)
         self._end_report()
         self._check_reached()
         self._num_steps += 1
@@ -156,9 +157,16 @@ class CompiledRun:
         if self._fraction is not None and not self._is_settled:
             self._share_fairly(step, self._fraction)
         elif self._is_measured:
-            self._settle(step, next(model.parameters()).device)
+            self._settle(step, next(run.model.parameters()).device)
+        for refusal in self._installed.partitioner.refusals:  # graphs of torch's own partitioner, which have no budget
+            refuse_uncovered(self._config, "a compiled region", refusal, NO_NESTED_REGIONS)
+        if self.fell_back:
+            run.fallbacks[UNCOMPILED] += 1
+            run.count_step()
+        if len(run.history) > num_events:
+            run.write(self.save)
 
-    def metrics(self) -> dict[str, float]:
+    def figures(self, logs: dict[str, float]) -> dict[str, float]:
         figures = {}
         if self._is_called:
             figures["adacc/stored_gib"] = self.policy.stored_bytes / 2**30
@@ -167,11 +175,11 @@ class CompiledRun:
             figures["adacc/compression_rate"] = self.policy.stored_bytes / self.policy.plain_bytes
         if self.peak_bytes is not None:
             figures["adacc/measured_peak_gib"] = self.peak_bytes / 2**30
-        return figures
+        return figures | self._run.fallback_figures()
 
-    def save(self, folder: str | Path, history: list[dict[str, Any]]) -> None:
+    def save(self, folder: Path) -> None:
         """Write the compiled regions' policy and the history into `folder`, for reports and for resumed runs."""
-        save_history(folder, history)  # before the policy: a resumed run reads the history if there is a policy
+        save_history(folder, self._run.history)  # first: a resumed run reads the history if there is a policy
         self.policy.save(Path(folder) / COMPILED_FILE)
 
     def remove(self) -> None:
@@ -352,18 +360,14 @@ def _without_checkpointing(model: Any) -> Callable[[], None]:
 # Start of a Trainer's run with torch.compile. Inductor is slow to import, so this module is imported only then.
 
 
-def begin_compiled_run(
-    config: AdaccConfig, model: Any, note: Callable[..., None], policy_file: Any, checkpoint: str | Path | None
-) -> tuple[CompiledRun, list[dict[str, Any]]]:
-    """Return (compiled run, history). The run follows `policy_file`, else the policy in `checkpoint`, else new plans.
+def begin_compiled_run(run: RunState) -> CompiledRun:
+    """Return the phase of a run, which follows the user's policy file, else the checkpoint's policy, else new plans.
 
-    The policy in `checkpoint` is followed only if it has no codecs that `config` excludes, and the run that saved it
-    had finished adjusting the share for the same budget. The history contains the events of that run. `note` reports
-    events of the new run. Raises ValueError if `policy_file` is not a path, but a policy for runs without
-    torch_compile, or if the policy in the file has codecs that `config` excludes.
+    The checkpoint's policy is followed only if it has no codecs that the config excludes, and the run that saved it had
+    finished adjusting the share for the same budget. The run continues that run's history. Raises ValueError if the
+    user's policy is not a path, or if the policy in the file has codecs that the config excludes.
     """
-    from adacc_hf.compiler import CompiledPolicy
-
+    config, policy_file, checkpoint = run.config, run.source, run.checkpoint
     if policy_file is not None and not isinstance(policy_file, (str, Path)):
         raise ValueError(
             f"policy={type(policy_file).__name__} belongs to runs without torch_compile=True: for compiled graphs, set "
@@ -405,5 +409,5 @@ def begin_compiled_run(
         return saved_policy, history
 
     # The first rank decides, even if the others cannot read its files: all ranks must measure peaks, or none.
-    policy, history = broadcast_from_first_rank(load)
-    return CompiledRun(config, model, note, policy), history
+    policy, run.history = broadcast_from_first_rank(load)
+    return CompiledRun(run, policy)

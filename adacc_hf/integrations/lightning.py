@@ -16,18 +16,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from adacc_hf.adapt.loop_hooks import warn_of_model_checkpointing
-from adacc_hf.adapt.policy_checks import ALL_BLOCKS, refuse_uncovered
+from adacc_hf.adapt.run_profiler import TrainingLoop
+from adacc_hf.adapt.run_state import PolicySource
 from adacc_hf.adapt.session import AdaccSession, SessionAdapter
-from adacc_hf.adapt.training_loop import PolicySource, TrainingLoop
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.torch_glue.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
-NO_FORWARD = (
-    "a step without a call of %s in train mode and with gradients on: the step is not counted, and no policy is used"
-)
-TRAIN_MODEL = "call model.train() before trainer.fit, and name the called submodule with AdaccLightningCallback(model=)"
 OUT_OF_MEMORY = (
     "Adacc: out of memory in step %d, which AdaccLightningCallback cannot repeat: set a smaller memory_budget than %r, "
     "or write a loop of your own with AdaccSession.run, which repeats the step under a tighter policy"
@@ -125,12 +121,6 @@ class AdaccLightningCallback(SessionAdapter, Callback):
             return
         session.phase.end_optimizer_step()
         self._is_in_step = False
-        if session.hooks.num_forwards == 0:
-            session.phase.abandon_step()
-            owner = type(session.state.model).__name__
-            refuse_uncovered(self.config, ALL_BLOCKS, NO_FORWARD % owner, TRAIN_MODEL)
-            session.state.warn_once(f"Adacc: {NO_FORWARD}. To avoid this, {TRAIN_MODEL}", owner)
-            return
         session.end_step(trainer.global_step)
         interval = getattr(trainer, "log_every_n_steps", 0)  # Lightning does not declare the attribute
         if interval and trainer.global_step % interval == 0:
@@ -174,6 +164,7 @@ class LightningLoop(TrainingLoop):
     """Properties of the training loop of Lightning's Trainer with automatic optimization."""
 
     num_unrecorded_steps = 1  # Lightning zeroes the last step's gradients only after the forward
+    how_to_train = "call model.train() before trainer.fit, and name the submodule with AdaccLightningCallback(model=)"
 
 
 def language_model(pl_module: LightningModule, model: nn.Module | None) -> nn.Module:

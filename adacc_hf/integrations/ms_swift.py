@@ -17,7 +17,7 @@ from typing import Any
 
 from swift.callbacks import callbacks_map
 
-from adacc_hf.adapt.training_loop import PolicySource
+from adacc_hf.adapt.run_state import PolicySource
 from adacc_hf.artifacts.config import AdaccConfig
 
 # Imported with this module, before ms-swift's Trainer replaces torch's checkpoint by one that is always reentrant.

@@ -66,7 +66,7 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/adapt/policy_checks.py", "if needed > allowed:", "if needed > 2 * allowed:"),
     ("adacc_hf/adapt/policy_fit.py", "host_bytes <= config.host_limit(", "host_bytes <= 10**15 + config.host_limit("),
     ("adacc_hf/adapt/corrections.py", "max(count, counts.get(self._name, 0))", "count"),
-    ("adacc_hf/adapt/session.py", "if self.hooks.num_forwards == 0:", "if False:"),
+    ("adacc_hf/adapt/loop_hooks.py", "if self.num_forwards or not self._hooks:", "if True:"),
     ("adacc_hf/artifacts/budget_values.py", "<= num_bytes <= MAX_BYTES:", "<= num_bytes:"),
     ("adacc_hf/artifacts/plans.py", "in allowed and value.recomputable:", "in allowed:"),
     ("adacc_hf/artifacts/polynomials.py", "self.num_calls < 2 * num_terms - 1", "self.num_calls < num_terms"),

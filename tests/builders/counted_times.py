@@ -10,9 +10,6 @@ from unittest import mock
 
 import pytest
 
-SOLVER_MS = 100.0
-"""Time of a solver run for a batch size. A size that borrows a policy of another size compares it with its overhead."""
-
 
 @contextmanager
 def count_times(device_type: str = "cpu") -> Iterator[None]:
@@ -20,7 +17,6 @@ def count_times(device_type: str = "cpu") -> Iterator[None]:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from adacc_hf.adapt.policy_choice import PolicyChoice
     from adacc_hf.estimate.devices import Device
     from adacc_hf.estimate.fake_measurement import operator_ms, transfer_ms
     from adacc_hf.price import codec_selection, cost_model, timing
@@ -58,7 +54,6 @@ def count_times(device_type: str = "cpu") -> Iterator[None]:
         mock.patch.object(timing, "time_of", time_of),
         mock.patch.object(cost_model, "time_of", time_of),
         mock.patch.object(codec_selection, "time_of", time_of),
-        mock.patch.object(PolicyChoice, "solver_ms", SOLVER_MS),
     ):
         yield
 

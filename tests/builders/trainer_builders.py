@@ -17,7 +17,7 @@ import torch.distributed as dist
 from forked_runs import run_forked
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from adacc_hf.adapt.training_loop import TrainingLoop
+from adacc_hf.adapt.run_profiler import TrainingLoop
 from adacc_hf.price import measurement
 from adacc_hf.torch_glue.memory import count_static_bytes
 from adacc_hf.torch_glue.meters import CpuMemoryMeter

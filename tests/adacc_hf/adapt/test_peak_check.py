@@ -1,4 +1,4 @@
-"""PeakCheck: the steps whose memory is measured, and predictions that were too low."""
+"""PeakCheck: predictions that were too low."""
 
 from __future__ import annotations
 
@@ -6,35 +6,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from run_builders import InOrder, Lengths, events, refuse_profiles_of
+from run_builders import events
 
 from adacc_hf import AdaccCallback, AdaccConfig
-from adacc_hf.adapt.peak_check import PeakCheck, StepMeter
+from adacc_hf.adapt.peak_check import PeakCheck
 from adacc_hf.price.live_step import LiveStep
 from adacc_hf.solve.simple_policies import uniform_policy
-
-
-def test_the_memory_of_steps_with_several_sizes_is_counted_and_tried_ever_less_often(
-    make_trainer, monkeypatch, late_policy
-):
-    """Each step has micro-batches of 16 and of 32 tokens, and the longer ones have no policy. No predicted peak can be
-    compared, and on a CPU each measurement needs a profiler."""
-    measured_steps = []
-    refuse_profiles_of(32, monkeypatch)
-    original = StepMeter.count_memory
-
-    def count(meter, *args):
-        measured_steps.append(trainer.state.global_step + 1)
-        original(meter, *args)
-
-    monkeypatch.setattr(StepMeter, "count_memory", count)
-    callback = AdaccCallback(actions=("retain", "recompute"), memory_budget=0.6)
-    trainer = make_trainer([callback], trainer_class=InOrder, max_steps=28, gradient_accumulation_steps=2)
-    trainer.train_dataset = Lengths([16] * 4 + [16, 32] * 26)
-    trainer.train()
-    # The policy is set at step 2. The next step, the one after it, and then the 2nd, the 4th and the 8th one are tried.
-    assert measured_steps == [3, 4, 6, 10, 18]
-    assert not [event for event in events(callback, "memory") if "measured_peak_bytes" in event]
 
 
 @pytest.mark.parametrize("missed_bytes", [2**18, 2**14], ids=["much", "within-the-tolerance"])

@@ -6,7 +6,7 @@ import pytest
 from run_builders import events, run_lengths
 
 from adacc_hf import AdaccCallback, AdaccConfig, InfeasibleBudgetError
-from adacc_hf.adapt.policy_choice import PolicyChoice
+from adacc_hf.adapt import policy_choice
 from adacc_hf.price.resized_profile import resize_profile
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
@@ -42,7 +42,7 @@ def test_a_size_at_which_nothing_keeps_to_the_budget_is_said_before_it_runs(make
 @pytest.mark.gate
 def test_batches_of_a_class_above_the_budget_share_policies(make_trainer, make_model, monkeypatch):
     """Between the least peaks at 27 and at 30 tokens, no policy fits the bounds of the class of 25 to 30 tokens."""
-    monkeypatch.setattr(PolicyChoice, "solver_ms", 1e9)
+    monkeypatch.setattr(policy_choice, "SOLVER_MS", 1e9)
     settings = {"actions": ("retain", "recompute"), "memory_budget": 0.4}
     probe = AdaccCallback(**settings)
     run_lengths(make_trainer, [20, 22, 24], [probe], model=make_model())

@@ -10,8 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer
 
 from adacc_hf import AdaccCallback, AdaccConfig
-from adacc_hf.adapt.run_profiler import InnerSteps, RunProfiler
-from adacc_hf.adapt.training_loop import TrainingLoop
+from adacc_hf.adapt.run_profiler import RunProfiler, TrainingLoop
 from adacc_hf.solve.solver import least_policy
 
 
@@ -31,27 +30,31 @@ def test_recording_waits_for_another_profiler_and_warns_once(make_model, caplog)
     assert caplog.text.count("a torch profiler is active") == 1
 
 
+@pytest.mark.parametrize(("device", "num_batches"), [("cpu", 1), ("cuda", 0)])
+def test_a_cpu_has_one_batch_before_a_step_and_none_ahead(device, num_batches):
+    loop = TrainingLoop()
+    assert loop.num_before_step(torch.device(device)) == num_batches
+    assert loop.num_prefetched(torch.device(device)) == 0
+
+
 LOSSLESS = {"actions": ("retain", "recompute"), "head": "plain"}
 
 
-def test_steps_are_seen_while_it_is_open():
+def test_steps_of_other_optimizers_are_seen_while_they_are_watched():
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     parameter.grad = torch.ones(3)
-    steps = InnerSteps()
-    optimizer.step()
-    steps.open()
-    assert not steps.has_detected
-    steps.expected = optimizer
-    optimizer.step()
-    assert not steps.has_detected
-    steps.expected = None
-    optimizer.step()
-    assert steps.has_detected
-    steps.close()
-    steps.has_detected = False
-    optimizer.step()
-    assert not steps.has_detected
+    for own, expected in ((optimizer, False), (None, True)):
+        profiler = RunProfiler(AdaccConfig(), TrainingLoop(), own)
+        optimizer.step()
+        profiler.watch_steps()
+        assert not profiler.has_inner_steps
+        optimizer.step()
+        assert profiler.has_inner_steps == expected
+        profiler.ignore_steps()
+        profiler.has_inner_steps = False
+        optimizer.step()
+        assert not profiler.has_inner_steps
 
 
 class SteppingTrainer(Trainer):
@@ -85,7 +88,7 @@ def train_stepping(train, make_model):
 
 @pytest.mark.gate
 def test_the_first_policy_takes_little_memory_until_a_step_was_counted(train_stepping, monkeypatch):
-    monkeypatch.setattr("adacc_hf.adapt.policy_choice.PolicyChoice.solver_ms", 0.0)  # a solver run always pays
+    monkeypatch.setattr("adacc_hf.adapt.policy_choice.SOLVER_MS", 0.0)  # a solver run always pays
     plain = train_stepping([])
     roomy = AdaccCallback(memory_budget="1GiB", **LOSSLESS)
     train_stepping([roomy])

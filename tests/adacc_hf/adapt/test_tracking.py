@@ -20,9 +20,9 @@ from adacc_hf import Action, AdaccConfig, profile_model, solve_policy
 from adacc_hf.adapt.corrections import by_index
 from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.policy_fit import NOTHING_FITS
+from adacc_hf.adapt.run_profiler import TrainingLoop
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.adapt.tracking import MIN_LOSSES, WINDOW, LossHistory, Tracking, gradient_bound, lossy_blocks
-from adacc_hf.adapt.training_loop import TrainingLoop
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RETAIN
 from adacc_hf.run.policy_handle import PolicyHandle

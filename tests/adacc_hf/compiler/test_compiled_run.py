@@ -7,6 +7,8 @@ import torch
 from torch._inductor import config as inductor
 
 from adacc_hf import AdaccCallback, InfeasibleBudgetError
+from adacc_hf.adapt.run_profiler import TrainingLoop
+from adacc_hf.adapt.run_state import RunState
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE
 from adacc_hf.compiler import CompiledPolicy, RegionPlan
@@ -29,6 +31,10 @@ def _nothing_compiled():
     assert inductor.custom_partitioner_fn is None
 
 
+def state_of(config: AdaccConfig, model: torch.nn.Module | None = None) -> RunState:
+    return RunState(config, None, model or torch.nn.Linear(1, 1), None, TrainingLoop())
+
+
 @pytest.mark.parametrize(
     ("settled_for", "requested_budget", "share"),
     [(0.7, 0.7, 0.4), ("1GiB", "1GiB", 0.4), (0.7, 0.5, 0.5), ("1GiB", 0.5, 0.5), (None, "1GiB", None)],
@@ -36,11 +42,11 @@ def _nothing_compiled():
 def test_a_checkpoint_is_followed_if_it_is_settled_for_the_budget(tmp_path, settled_for, requested_budget, share):
     CompiledPolicy(share=0.4, settled_for=settled_for).save(tmp_path / COMPILED_FILE)
     (tmp_path / HISTORY_FILE).write_text('[{"step": 1, "event": "change"}]')
-    run, history = begin_compiled_run(
-        AdaccConfig(memory_budget=requested_budget), torch.nn.Linear(1, 1), print, None, tmp_path
-    )
+    state = state_of(AdaccConfig(memory_budget=requested_budget))
+    state.checkpoint = tmp_path
+    run = begin_compiled_run(state)
     run.remove()
-    assert [event["step"] for event in history] == [1]
+    assert [event["step"] for event in state.history] == [1]
     assert run.policy.share == share
     assert run.policy.settled_for == (requested_budget if requested_budget == settled_for else None)
 
@@ -51,12 +57,15 @@ class InventedRun:
 
     def __init__(self, budget: float, regions: list[tuple[int, int, int]]) -> None:
         self.measures_peak, self.regions = isinstance(budget, int), regions
-        self.shares: list[float | None] = []
-        note = lambda step, event, **figures: self.shares.append(figures["share"]) if event == "change" else None  # noqa: E731
-        self.run = CompiledRun(AdaccConfig(memory_budget=budget), torch.nn.Linear(1, 1), note)
+        self.state = state_of(AdaccConfig(memory_budget=budget))
+        self.run = CompiledRun(self.state)
+
+    @property
+    def shares(self) -> list[float | None]:
+        return [event["share"] for event in self.state.history if event["event"] == "change"]
 
     def step(self, error: int = 0, size: int = 1) -> CompiledPolicy:
-        self.run.begin_step(torch.nn.Linear(1, 1), None)
+        self.run.begin_step(0)
         partitioner = self.run._installed.partitioner
         share = partitioner.policy.share
         plans = []
@@ -69,7 +78,7 @@ class InventedRun:
             self.run._meter.close()
             self.run._is_measured, self.run._num_elements = True, size
             self.run._meter.peak_bytes = 1000 + sum(plan.peak_bytes for plan in plans) + error
-        self.run.end_step(1, torch.nn.Linear(1, 1))
+        self.run.end_step(1)
         return CompiledPolicy(share=share, regions=tuple(plans))
 
 
@@ -132,7 +141,7 @@ def test_what_cannot_keep_to_a_fair_share_has_the_others_store_less_again(invent
     assert compiled.shares == [0.325]
     assert compiled.step().stored_bytes == 1450
     assert compiled.shares == [0.325, 0.17]
-    assert compiled.run.metrics()["adacc/stored_gib"] == 1450 / 2**30
+    assert compiled.run.figures({})["adacc/stored_gib"] == 1450 / 2**30
 
 
 def test_a_fraction_that_the_regions_cannot_keep_to_is_refused(invented_run) -> None:
@@ -163,7 +172,7 @@ def test_adapters_train_as_plainly_over_several_micro_batches(make_model, train)
 
 def test_settings_without_effect_in_graphs_are_named(caplog) -> None:
     config = AdaccConfig(memory_budget=0.5, head="chunked", block_classes=("GPT2Block",), profile_steps=3)
-    CompiledRun(config, torch.nn.Linear(1, 1), lambda *args, **kwargs: None).remove()
+    CompiledRun(state_of(config)).remove()
     assert "Adacc: head='chunked', block_classes=('GPT2Block',): no effect with torch.compile on" in caplog.text
 
 
@@ -177,7 +186,7 @@ def test_a_partitioner_of_the_users_own_is_not_replaced(make_trainer) -> None:
 def test_checkpointing_is_off_while_it_lasts(make_model) -> None:
     model = make_model()
     switch_checkpointing(model, on=True)
-    run = CompiledRun(AdaccConfig(memory_budget=0.5), model, lambda *args, **kwargs: None)
+    run = CompiledRun(state_of(AdaccConfig(memory_budget=0.5), model))
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     run.remove()
     assert model.transformer.gradient_checkpointing
