@@ -4,12 +4,12 @@ Rounding is integer arithmetic, because Triton's own cast to FP8 needs sm_89: se
 groups, all rows are treated as one long row. Other rows end in a group of fewer elements.
 """
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from adacc_hf.kernels._layout import peak_dtype
 from adacc_hf.kernels._triton import (
     cdiv,
     groups_per_program,
@@ -101,32 +101,21 @@ def _decode_kernel(
     tl.store(out_ptr + index, rounded_to(x, out_ptr.dtype.element_ty), mask=is_valid)
 
 
-def _launch_shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
-    """Return (columns, groups, True if rows end in a shorter group): arguments with which the kernels are launched."""
-    rows, columns = x_RC.shape
-    is_ragged = columns % group_size != 0 and rows != 1
-    return columns if is_ragged else rows * columns, rows * cdiv(columns, group_size), is_ragged
-
-
-def encode(x_RC: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix in FP8 on a GPU. Return (codes, peaks), equal to the results of `fp8.encode_ref`. A
-    peak is the largest absolute value of a group."""
-    columns, groups, is_ragged = _launch_shape(x_RC, group_size)
-    codes = x_RC.new_empty(x_RC.shape, dtype=torch.uint8)
-    peaks = x_RC.new_empty(groups, dtype=peak_dtype(x_RC.dtype))
-    tile = groups_per_program(group_size)
-    launch(
-        _encode_kernel, (cdiv(groups, tile),), x_RC, codes, peaks, columns, groups, FACTOR,
-        RAGGED=is_ragged, T=tile, G=group_size,
-    )  # fmt: skip
-    return codes, peaks
+def encode(x_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -> None:
+    """Encode a contiguous matrix in FP8 on a GPU, as `Fp8.encode_traceable` does."""
+    _launch(_encode_kernel, x_RC, codes, peaks, group_size)
 
 
 def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -> None:
     """Decode the results of `encode` (fp8) into `out_RC`, a contiguous matrix on a GPU."""
-    columns, groups, is_ragged = _launch_shape(out_RC, group_size)
-    tile = groups_per_program(group_size)
+    _launch(_decode_kernel, out_RC, codes, peaks, group_size)
+
+
+def _launch(kernel: Any, x_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -> None:
+    rows, columns = x_RC.shape
+    groups, tile = peaks.shape[0], groups_per_program(group_size)
+    is_ragged = columns % group_size != 0 and rows != 1  # rows end in a shorter group
     launch(
-        _decode_kernel, (cdiv(groups, tile),), out_RC, codes, peaks, columns, groups, FACTOR,
+        kernel, (cdiv(groups, tile),), x_RC, codes, peaks, columns if is_ragged else rows * columns, groups, FACTOR,
         RAGGED=is_ragged, T=tile, G=group_size,
     )  # fmt: skip

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adacc_hf.kernels._layout import even_groups, peak_dtype
 from adacc_hf.kernels._symmetric import SIGNED_FACTOR
 from adacc_hf.kernels._triton import (
     THREAD_ELEMENTS,
@@ -28,6 +27,7 @@ from adacc_hf.kernels._triton import (
     stored_peak,
     widened,
 )
+from adacc_hf.kernels.outlier_int4 import Outliers
 
 SUM_ROWS = 64  # rows per program of the sums: 32 KiB of float32, enough programs for any GPU from 2 MiB up
 SUM_COLUMNS = 128
@@ -241,40 +241,36 @@ def _sums_kernel(
     tl.store(partial_ptr + tl.program_id(0) * columns + column, sums, mask=column < columns)
 
 
-def encode(x_RC: Tensor, indices: Tensor | None, keep: Tensor | None, group_size: int) -> tuple[Tensor, ...]:
-    """Encode a contiguous matrix on a GPU. Return codes and peaks. If there are outliers, also return the uncompressed
-    outlier channels and their indices. The results equal the results of `outlier_int4.encode_ref`. `indices` and `keep`
-    are fields of `outlier_int4.Outliers`, or None without outliers."""
-    rows_R, channels = x_RC.shape
-    groups = even_groups(x_RC.numel(), group_size)
-    codes = x_RC.new_empty(groups // 2, group_size, dtype=torch.uint8)
-    peaks = x_RC.new_empty(groups, dtype=peak_dtype(x_RC.dtype))
-    raw: tuple[Tensor, ...] = ()
-    if indices is not None:
-        raw = (x_RC.new_empty(rows_R, indices.shape[0]), torch.empty_like(indices))
+def encode(x_RC: Tensor, outliers: Outliers | None, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
+    """Encode a contiguous matrix on a GPU, as `outlier_int4.encode_ref` does."""
+    keep, indices = (None, None) if outliers is None else (outliers.keep, outliers.indices)
+    rows, group_size = codes.shape
     larger = 2 if raw else 1  # finding a tile's outliers takes the same number of instructions for a larger tile
     tile = groups_per_program(group_size, larger * TILE_ELEMENTS)
-    programs = max(cdiv(groups // 2, tile), 1 if raw else 0)  # even an empty tensor has indices to copy
+    programs = max(cdiv(rows, tile), 1 if raw else 0)  # even an empty tensor has indices to copy
+    raw_out, indices_out = raw or (None, None)
     launch(
-        _encode_kernel, (programs,), x_RC, codes, peaks, keep, raw[0] if raw else None, indices,
-        raw[1] if raw else None, x_RC.numel(), groups // 2, channels,
-        *divmod(groups // 2 * group_size, channels), raw[1].shape[0] if raw else 0, SIGNED_FACTOR,
-        **_outlier_constants(raw, channels, tile, group_size), T=tile, G=group_size,
+        _encode_kernel, (programs,), x_RC, codes, peaks, keep, raw_out, indices, indices_out,
+        *_sizes(x_RC, codes, raw), **_outlier_constants(raw, x_RC.shape[1], tile, group_size), T=tile, G=group_size,
         tile=larger * TILE_ELEMENTS, thread_elements=larger * THREAD_ELEMENTS,
     )  # fmt: skip
-    return codes, peaks, *raw
 
 
 def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
     """Decode the results of `encode` (outlier_int4) into `out_RC`, a contiguous matrix on a GPU."""
     rows, group_size = codes.shape
-    channels = out_RC.shape[1]
     tile = groups_per_program(group_size)
     launch(
-        _decode_kernel, (cdiv(rows, tile),), out_RC, codes, peaks, *(raw or (None, None)), out_RC.numel(), rows,
-        channels, *divmod(rows * group_size, channels), raw[1].shape[0] if raw else 0, SIGNED_FACTOR,
-        **_outlier_constants(raw, channels, tile, group_size), T=tile, G=group_size,
+        _decode_kernel, (cdiv(rows, tile),), out_RC, codes, peaks, *(raw or (None, None)),
+        *_sizes(out_RC, codes, raw), **_outlier_constants(raw, out_RC.shape[1], tile, group_size), T=tile, G=group_size,
     )  # fmt: skip
+
+
+def _sizes(x_RC: Tensor, codes: Tensor, raw: tuple[Tensor, ...]) -> tuple[int | float, ...]:
+    """Return the numbers that both kernels get, from `numel` to `factor`."""
+    rows, channels = codes.shape[0], x_RC.shape[1]
+    half = divmod(codes.numel(), channels)
+    return x_RC.numel(), rows, channels, *half, raw[1].shape[0] if raw else 0, SIGNED_FACTOR
 
 
 def channel_sums(x_RC: Tensor) -> Tensor:
