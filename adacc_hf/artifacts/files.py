@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -60,11 +61,50 @@ def from_fields(expected: Any, value: Any) -> Any:
         items = arguments[:1] * len(value) if arguments[1:] == (...,) else arguments
         return tuple(from_fields(item, each) for item, each in zip(items, value, strict=True))
     if origin in (Union, UnionType):
-        return value if value is None or type(None) not in arguments else from_fields(arguments[0], value)
+        return value if value is None or arguments[1:] != (type(None),) else from_fields(arguments[0], value)
     if is_dataclass(expected) and isinstance(expected, type):
         hints = _type_hints(expected)
         return expected(**{name: from_fields(hints[name], each) for name, each in dict(value).items()})
     return expected(value) if isinstance(expected, type) and issubclass(expected, Enum) else value
+
+
+T = TypeVar("T")
+
+
+def labelled(values: dict[str, Any], file_type: str, version: int) -> dict[str, Any]:
+    """Return the fields of a dataclass, `values`, with the labels by which `from_labelled` recognizes them."""
+    return {"format": f"adacc_hf.{file_type}", "version": version, **values}
+
+
+def from_labelled(
+    expected: type[T],
+    record: Any,
+    file_type: str,
+    version: int,
+    error_class: type[Exception],
+    *,
+    source: str,
+    advice: str,
+    check: Callable[[T], bool] = lambda _: True,
+) -> T:
+    """Return the dataclass in the JSON value `record`, which `labelled` has written. Raise `error_class`, which names
+    the `source` and ends with `advice`, if it has another format or version, lacks a field, or fails `check`."""
+    if not isinstance(record, dict) or record.get("format") != f"adacc_hf.{file_type}":
+        raise error_class(f"{source} is not an adacc_hf {file_type} file: {advice} again")
+    if record.get("version") != version:
+        raise error_class(
+            f"{source} has {file_type} format version {record.get('version')!r}, this release reads {version}: "
+            f"{advice} again"
+        )
+    try:
+        values = {name: value for name, value in record.items() if name not in ("format", "version")}
+        if not check(result := from_fields(expected, values)):
+            raise ValueError("an unknown head, or an index of nothing in the file")
+        return result
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise error_class(
+            f"{source} is a damaged {file_type} file ({type(error).__name__}: {error}): {advice} again"
+        ) from error
 
 
 def read_json(path: str | Path, error_class: type[Exception], file_type: str) -> Any:
@@ -124,6 +164,8 @@ HISTORY_FILE = "adacc_history.json"
 BATCHES_FILE = "adacc_batches.json"
 COMPILED_FILE = "adacc_compiled.json"
 """Name of the file with the policy of a run with `torch_compile=True`."""
+COMPILED_FORMAT = "compiled_policy"
+"""Type of this file in its "format"."""
 
 
 def policy_file(path: str | Path, names: tuple[str, ...] = (POLICY_FILE, COMPILED_FILE)) -> Path:

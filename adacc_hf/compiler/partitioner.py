@@ -36,7 +36,6 @@ from adacc_hf.compiler.graph_precision import precision_needs, precision_sensiti
 from adacc_hf.compiler.joint_graph import JointGraph, is_materialized, nbytes_of, read_joint_graph, root_of
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.price.timing import device_name
-from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.tape.execution_plan import codec_of
 
 log = logging.getLogger(__name__)
@@ -194,7 +193,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
             return replace(plan, tensors=tensors, reason="everything fits")
         graph = self._graph(joint)
         if allowed_bytes is None:
-            choice = least_bytes(graph, SolverLog(), limits_peak=self._of_peak)
+            choice = least_bytes(graph, limits_peak=self._of_peak)
         else:
             choice = self._solve(graph, plan, allowed_bytes)
         if (choice.peak_bytes if self._of_peak else choice.nbytes) >= plan.plain_bytes:
@@ -245,11 +244,10 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         """Return the fastest choice for a region's graph within `allowed_bytes`. If no choice fits a budget in bytes,
         raise InfeasibleBudgetError. If the budget is a fraction and no choice fits, log a warning and return the choice
         with the least bytes. The region of the loss, for example, stores little and often cannot store less."""
-        solving = SolverLog()
-        choice = least_time(graph, allowed_bytes, solving, limits_peak=self._of_peak)
+        choice = least_time(graph, allowed_bytes, limits_peak=self._of_peak)
         if choice is not None:
             return choice
-        choice = least_bytes(graph, solving, limits_peak=self._of_peak)
+        choice = least_bytes(graph, limits_peak=self._of_peak)
         if self.policy.budget_bytes is not None:
             needed_bytes = min(choice.peak_bytes, plan.plain_bytes)
             raise InfeasibleBudgetError(

@@ -12,7 +12,6 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from threading import Thread
@@ -120,21 +119,13 @@ def silence_highs() -> None:
         os.close(stdout_copy)
 
 
-@dataclass
-class SolverLog:
-    """Statistics of the HiGHS runs of a search."""
-
-    num_solves: int = 0
-
-
 class Solver:
     """HiGHS model of a linear or integer program. `minimize` can be called repeatedly, with changed costs or bounds."""
 
-    def __init__(self, program: LinearProgram, log: SolverLog, *, integer: bool) -> None:
+    def __init__(self, program: LinearProgram, *, integer: bool) -> None:
         import numpy
         import pulp
 
-        self._log = log
         self._integer = integer
         silence_highs()
         problem = program.problem
@@ -179,7 +170,6 @@ class Solver:
         if not self._is_solved():
             self._highs.clearSolver()  # from the last basis, HiGHS may stall on rounding errors
             self._highs.run()
-        self._log.num_solves += 1
         if not self._is_solved():
             return None
         return numpy.array(self._highs.getSolution().col_value)[self._columns].tolist()
