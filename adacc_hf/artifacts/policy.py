@@ -241,14 +241,6 @@ class Policy:
         """Return the policy as a small table, which notebooks show."""
         return policy_tables(self.describe(), self)
 
-    def __str__(self) -> str:
-        lines = [f"Policy: {self.summary()}"]
-        for index, plan in enumerate(self.plans):
-            names = [name for name, plan_index in self.blocks if plan_index == index]
-            lines.append(f"  plan {index}, kind {plan.kind[:12]}, {len(names)} blocks: {', '.join(names)}")
-            lines += [f"    activation {value:3d}  {choice}" for value, choice in plan.choices]
-        return "\n".join(lines)
-
     def save(self, path: str | Path) -> None:
         """Write the policy as JSON, atomically."""
         write_json(path, self.to_json())
