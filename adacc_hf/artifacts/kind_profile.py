@@ -13,7 +13,6 @@ from adacc_hf.artifacts.exact_recompute_rules import (
     is_function,
     is_statistic,
     source_activations,
-    upstream_activations,
     walk_back,
 )
 from adacc_hf.artifacts.host_link import HostLink
@@ -266,7 +265,7 @@ class KindProfile:
         numbers (`exact_recompute_rules.py`)."""
         saved = [value for value in self.activations if value.saved]
         imprecise = {
-            v.index: upstream_activations(v.index, self._reads, self._is_activation)
+            v.index: frozenset(filter(self._is_activation, walk_back(self._reads(v.index), self._reads)[1]))
             for v in saved
             if v.is_far_recomputed or self._replay_draws_in_function(v.index)
         }
