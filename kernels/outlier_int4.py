@@ -63,12 +63,6 @@ def zscores(sums_C: Tensor) -> Tensor:
     return torch.where(deviation > 0, (sums_C - sums_C.mean()) / deviation, 0.0)
 
 
-def count_outliers(tensor: Tensor) -> int:
-    """Return the number of channels of `tensor` whose Z-score is above ZSCORE_THRESHOLD. Call this function only in
-    tracking steps, in which outliers and errors are measured, because it synchronises with the device."""
-    return int((zscores(channel_sums(tensor)) > ZSCORE_THRESHOLD).sum())
-
-
 def choose_outliers(sums_C: Tensor, count: int, group_size: int, element_bytes: int) -> Outliers:
     """Return the `count` channels with the largest sums as outliers, without synchronising with the device."""
     channels = sums_C.shape[0]
@@ -166,7 +160,7 @@ class OutlierInt4(GroupCodec):
             self.outliers = choose_outliers(sums_C, self.num_outliers, self.group_size, tensor.element_size())
 
     def count_outliers(self, tensor: Tensor) -> int:
-        return count_outliers(tensor)
+        return int((zscores(channel_sums(tensor)) > ZSCORE_THRESHOLD).sum())
 
     def encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
         tensors = self._new_tensors(x)

@@ -125,36 +125,6 @@ def read_json(path: str | Path, error_class: type[Exception], file_type: str) ->
         raise error_class(f"{file_type} file {path} is not JSON ({error}): save the {file_type} again") from error
 
 
-class RecordFolder:
-    """Folder of JSON records, one file each, written atomically, so that several processes may use it. The first `put`
-    creates it. A file that is no record of this `version` raises `error_class`. File names contain `record_type`."""
-
-    def __init__(self, folder: Path, record_type: str, version: int, error_class: type[Exception]) -> None:
-        self.folder = folder
-        self._record_type = record_type
-        self._version = version
-        self._error_class = error_class
-
-    def get(self, name: str) -> Any:
-        """Return the record `name`, or None if the record does not exist."""
-        path = self.folder / f"{name}{self._ending}"
-        try:
-            content = read_json(path, self._error_class, self._record_type)
-        except FileNotFoundError:
-            return None
-        if not isinstance(content, dict) or content.get("version") != self._version:
-            raise self._error_class(f"{self._record_type} file {path} is not of version {self._version}: delete it")
-        return content["record"]
-
-    def put(self, name: str, record: Any) -> None:
-        """Write a record to the file `name` of the folder."""
-        write_json(self.folder / f"{name}{self._ending}", {"version": self._version, "record": record})
-
-    @property
-    def _ending(self) -> str:
-        return f".{self._record_type}.json"
-
-
 # Names of the files that a run writes to its folder and to each checkpoint.
 
 POLICY_FILE = "adacc_policy.json"

@@ -15,7 +15,6 @@ from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.files import (
     COMPILED_FILE,
     COMPILED_FORMAT,
-    RecordFolder,
     fields_of,
     from_fields,
     from_labelled,
@@ -232,22 +231,23 @@ class PlanStore:
 
     def __init__(self, folder: str | Path | None = None) -> None:
         """Store the plans in `folder`, by default "adacc" in torch's cache directory."""
-        folder = Path(cache_dir()) / "adacc" if folder is None else Path(folder)
-        self._records = RecordFolder(folder, "plan", FORMAT_VERSION, PolicyMismatchError)
+        self._folder = Path(cache_dir()) / "adacc" if folder is None else Path(folder)
 
     def load(self, decision_key: str, digest: str) -> RegionPlan | None:
         """Return the stored plan for the graph with this `digest`, or None. A plan that was made with different
-        settings has a different `decision_key`, and is not returned."""
-        record = self._records.get(_stored_plan_name(decision_key, digest)) if _is_graph_cache_on() else None
-        return None if record is None else from_fields(RegionPlan, record)
+        settings, or by other code, has a different `decision_key`, and is not returned."""
+        try:
+            record = read_json(self._path(decision_key, digest), PolicyMismatchError, "plan")
+        except FileNotFoundError:
+            return None
+        return from_fields(RegionPlan, record) if _is_graph_cache_on() else None
 
     def save(self, decision_key: str, plan: RegionPlan) -> None:
         if _is_graph_cache_on():
-            self._records.put(_stored_plan_name(decision_key, plan.digest), plan)
+            write_json(self._path(decision_key, plan.digest), plan)
 
-
-def _stored_plan_name(decision_key: str, digest: str) -> str:
-    return f"{digest}-{hashlib.sha256(decision_key.encode()).hexdigest()[:16]}"
+    def _path(self, decision_key: str, digest: str) -> Path:
+        return self._folder / f"{digest}-{hashlib.sha256(decision_key.encode()).hexdigest()[:16]}.plan.json"
 
 
 def _is_graph_cache_on() -> bool:

@@ -233,12 +233,12 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
             for operator, ms in zip(joint.kind.operators, times, strict=True)
         )
         store_ms = {index: keep_ms(node) for index, node in enumerate(joint.nodes)}
-        degraded, sensitive = precision_sensitive_nodes(joint), precision_needs(joint)
+        degraded, (fine, precise) = precision_sensitive_nodes(joint), precision_needs(joint)
         indices = range(len(joint.nodes))
-        codecs = {index: graph_codec_options(joint, index, self.config, degraded, sensitive.fine) for index in indices}
+        codecs = {index: graph_codec_options(joint, index, self.config, degraded, fine) for index in indices}
         live_bytes = [nbytes_of(node) if is_materialized(node) else 0 for node in joint.nodes]
         kind = replace(joint.kind, operators=operators)
-        return graph_model(kind, store_ms, codecs, live_bytes, sensitive.precise)
+        return graph_model(kind, store_ms, codecs, live_bytes, precise)
 
     def _solve(self, graph: GraphModel, plan: RegionPlan, allowed_bytes: int) -> GraphChoice:
         """Return the fastest choice for a region's graph within `allowed_bytes`. If no choice fits a budget in bytes,

@@ -62,7 +62,9 @@ class LinearProgram:
         """Add a row that keeps the sum of `terms` between `low` and `high`. Return the row's number."""
         import pulp
 
-        total = combine(terms)
+        total: dict[int, float] = defaultdict(float)
+        for variable, coefficient in terms:
+            total[variable] += coefficient
         if low == -math.inf:
             # PuLP accepts no infinite bound, so use the maximum of the sum instead.
             maximum = sum(max(0.0, coefficient) * self.variables[x].upBound for x, coefficient in total.items())
@@ -86,14 +88,6 @@ def _import_pulp() -> None:
         thread = Thread(target=import_module, args=("pulp",))
         thread.start()
         thread.join()
-
-
-def combine(terms: Terms) -> dict[int, float]:
-    """Add up `terms`, pairs of a variable's number and a coefficient. Return the total coefficient of each variable."""
-    total: dict[int, float] = defaultdict(float)
-    for variable, coefficient in terms:
-        total[variable] += coefficient
-    return dict(total)
 
 
 @cache

@@ -10,7 +10,7 @@ from itertools import count
 import highspy
 import pytest
 
-from adacc_hf.solve.linear_program import LinearProgram, Solver, combine, silence_highs
+from adacc_hf.solve.linear_program import LinearProgram, Solver, silence_highs
 
 
 def test_the_solvers_first_words_do_not_reach_stdout(monkeypatch, capfd) -> None:
@@ -57,7 +57,6 @@ VALUES = [(0, -4.0), (1, -5.0), (2, -6.0)]
 
 
 def test_a_variable_may_occur_twice_in_a_sum() -> None:
-    assert combine([(0, 1), (1, 4), (0, 2)]) == {0: 3, 1: 4}
     program = LinearProgram()
     x = program.variable(10)
     program.constrain([(x, 1), (x, 2)], high=12)
