@@ -50,5 +50,5 @@ class ChannelInt4(GroupCodec):
         return _symmetric.encode_ref(padded.view(groups, self.group_size, columns), BITS, FACTOR)
 
     def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        rows, columns = rows_and_columns(size)
-        return _symmetric.decode_ref(*tensors, BITS, FACTOR, dtype).view(-1, columns)[:rows].reshape(size)
+        (codes, peaks), (rows, columns) = tensors, rows_and_columns(size)
+        return _symmetric.decode_ref(codes, peaks, BITS, FACTOR, dtype).view(-1, columns)[:rows].reshape(size)

@@ -42,4 +42,5 @@ class Int8(GroupCodec):
         return _symmetric.encode_ref(x_AG, BITS, FACTOR)
 
     def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return _symmetric.decode_ref(*tensors, BITS, FACTOR, dtype).view(-1)[: prod(size)].view(size)
+        codes, peaks = tensors
+        return _symmetric.decode_ref(codes, peaks, BITS, FACTOR, dtype).view(-1)[: prod(size)].view(size)

@@ -50,4 +50,5 @@ class TokenInt4(Codec):
         return _symmetric.encode_ref(_symmetric.pad_to(x_RC, x_RC.shape[0] + x_RC.shape[0] % 2), BITS, FACTOR)
 
     def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return _symmetric.decode_ref(*tensors, BITS, FACTOR, dtype)[: rows_and_columns(size)[0]].reshape(size)
+        codes, peaks = tensors
+        return _symmetric.decode_ref(codes, peaks, BITS, FACTOR, dtype)[: rows_and_columns(size)[0]].reshape(size)
