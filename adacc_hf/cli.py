@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from adacc_hf import __version__, doctor, launch, verify
 from adacc_hf.artifacts.errors import AdaccError, PolicyMismatchError
-from adacc_hf.artifacts.files import HISTORY_FILE, policy_file, read_json
-from adacc_hf.artifacts.policy import COMPILED_FORMAT, Policy
+from adacc_hf.artifacts.files import COMPILED_FORMAT, HISTORY_FILE, policy_file, read_json
+from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate import command as cli_plan
@@ -176,7 +176,7 @@ def _compiled_policy(path: Path) -> CompiledPolicy | None:
     """Return the policy in the file `path` if it is for compiled graphs, else None. For other policies, torch's
     compiler is not imported."""
     record = read_json(path, PolicyMismatchError, "policy")
-    if not isinstance(record, dict) or record.get("format") != COMPILED_FORMAT:
+    if not isinstance(record, dict) or record.get("format") != f"adacc_hf.{COMPILED_FORMAT}":
         return None
     from adacc_hf.compiler.compiled_policy import CompiledPolicy
 

@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
-from adacc_hf.artifacts.budget_values import parse_budget
 from adacc_hf.artifacts.config import AdaccConfig
 
 NOT_TRAINED = 2
@@ -58,7 +57,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--memory-budget",
-        type=parse_budget,
         metavar="SIZE",
         help="peak of a step, such as 20GiB, or a fraction of plain training's activations, such as 0.5 (default: "
         "auto, a peak that fits the device)",

@@ -16,7 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.artifacts.budget_values import parse_budget
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.policy import Policy
@@ -68,7 +67,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps of each training, at least 2 (default 5)")
     parser.add_argument(
         "--memory-budget",
-        type=parse_budget,
         default=0.5,
         metavar="SIZE",
         help="peak of a step, such as 20GiB, or a fraction of plain training's activations (default 0.5)",

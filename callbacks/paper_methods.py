@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from adacc_hf.artifacts.budget_values import parse_budget
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.callbacks.adacc import AdaccCallback
 from adacc_hf.kernels.codecs import baseline_codec
@@ -18,7 +17,6 @@ def method_callbacks(method: str, memory_budget: str) -> tuple[list[TrainerCallb
     """Return (callbacks, changed TrainingArguments) for training by `method`, a name from the command line.
     `memory_budget` is the text from the command line. Only the methods that train with Adacc use this budget. CompAct's
     optimizer is not included. Raises ValueError for an unknown method or an invalid budget."""
-    budget = parse_budget(memory_budget)
     if method in ("none", "compact"):
         return [], {}
     if method == "full":
@@ -27,7 +25,7 @@ def method_callbacks(method: str, memory_budget: str) -> tuple[list[TrainerCallb
         config = AdaccConfig(actions=("retain", "compress"), codecs=(baseline_codec(),), tracking="off")
         return [AdaccCallback(config, policy=quantize_everything)], {}
     if method in ("adacc", "adacc_no_outlier", "adacc_compact"):
-        return [AdaccCallback(AdaccConfig(memory_budget=budget, outliers=method != "adacc_no_outlier"))], {}
+        return [AdaccCallback(AdaccConfig(memory_budget=memory_budget, outliers=method != "adacc_no_outlier"))], {}
     raise ValueError(
         f"--method={method} is unknown; choose none, full, quantization, adacc, adacc_no_outlier, compact or "
         f"adacc_compact"

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.artifacts.budget_values import check_memory_budget, parse_budget
+from adacc_hf.artifacts.budget_values import check_memory_budget, read_fraction
 from adacc_hf.eval.records.command_line import parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, run_points
 from adacc_hf.eval.records.plots import curves
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[..., Figures] = run_is
     parser.add_argument("--methods", nargs="+", choices=tuple(PAPER_METHODS), default=list(PAPER_METHODS))
     parser.add_argument("--timeout", type=positive_int, help="time limit of one training in seconds (default: none)")
     arguments, settings = parse(parser, argv)
-    budget = parse_budget(arguments.budget)
+    budget = read_fraction(arguments.budget)
     check_memory_budget(budget)
     if not 0.0 < arguments.learning_rate <= 1.0:
         raise ValueError(f"--learning-rate={arguments.learning_rate} must be in (0, 1], for example 7e-4")

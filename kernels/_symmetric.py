@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-PEAK_BYTES = 2
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # powers of two for Triton; below 16 the peaks outweigh the codes
 SIGNED_FACTOR = -1 / 8  # from peak to scale: the scale has the peak's sign, so that the peak is -8 steps exactly
 # bits of a code -> (code of zero, smallest, largest)
@@ -32,12 +31,6 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 EncodeGroups = Callable[[Tensor], tuple[Tensor, ...]]
 """Type of a function that encodes groups: from groups [A, G, B] to (codes uint8 [A, G, B], further tensors)."""
-
-
-def check_group_size(codec: str, group_size: int) -> None:
-    """Raise ValueError if the option `group_size` of a codec is out of range."""
-    if group_size not in GROUP_SIZES:
-        raise ValueError(f"codec {codec!r}: group_size={group_size!r} is not one of {GROUP_SIZES}")
 
 
 def pad_to(x: Tensor, length: int, with_last: bool = False) -> Tensor:

@@ -9,6 +9,7 @@ truncated towards zero so that decoding never exceeds the maximum. All arithmeti
 max - min may exceed float32.
 """
 
+from functools import partial
 from math import prod
 
 import torch
@@ -16,23 +17,9 @@ from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._layout import even_groups
-from adacc_hf.kernels.codecs import Codec, Kernels, register
+from adacc_hf.kernels.codecs import GroupCodec, Kernels, Layout, register
 
 FACTOR = 1 / 15  # from half the range to half the scale
-
-
-def encode_ref(flat_N: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode with plain torch. Return packed codes uint8 [A/2, G], offsets [A] in the tensor's dtype, and (max - min) /
-    2 of each group, bfloat16 [A].
-
-    The N elements are cut into A groups of G = `group_size` elements. A is rounded up to an even number, because a byte
-    holds two 4-bit codes. The groups are filled up with copies of the last element. Codes of non-finite elements are
-    unspecified.
-    """
-    groups = even_groups(flat_N.shape[0], group_size)
-    x_AG = _symmetric.pad_to(flat_N, groups * group_size, with_last=True).view(groups, group_size)
-    codes, offsets, half_ranges = _symmetric.packed_ref(_codes_ref, x_AG)
-    return codes, offsets, half_ranges
 
 
 def _codes_ref(x_AG: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,41 +32,34 @@ def _codes_ref(x_AG: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return shifted.clamp(0, 15).to(torch.uint8), low_A.to(x_AG.dtype), half_ranges
 
 
-def decode_ref(numel: int, codes: Tensor, offsets: Tensor, half_ranges: Tensor) -> Tensor:
-    """Decode the results of `encode_ref` with plain torch. Return [N] elements, N = `numel`."""
-    half_scale_A = half_ranges.float() * FACTOR
-    x_AG = (_symmetric.unpack_ref(codes).float() * half_scale_A[:, None] + offsets.float()[:, None] * 0.5) * 2.0
-    return x_AG.to(offsets.dtype).view(-1)[:numel]
-
-
 @register
-class AsymmetricInt4(Codec):
+class AsymmetricInt4(GroupCodec):
     """Codec asymmetric_int4: INT4 in groups, each with its own offset and scale."""
 
     name = "asymmetric_int4"
     suits = frozenset({"softmax"})
     triton = "asymmetric_int4_triton"
-    cpu = Kernels(_cpu.encode_asymmetric, _cpu.decode_asymmetric)
+    cpu = Kernels(partial(_cpu.encode_asymmetric, factor=FACTOR), partial(_cpu.decode_asymmetric, factor=FACTOR))
 
-    def __init__(self, group_size: int = 64) -> None:
-        _symmetric.check_group_size(self.name, group_size)
-        self.group_size = group_size
-
-    def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        return dtype in _symmetric.FLOAT_DTYPES
-
-    def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    def layout(self, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
         groups = even_groups(prod(shape), self.group_size)
-        return groups * self.group_size // 2 + groups * (dtype.itemsize + _symmetric.PEAK_BYTES)
-
-    def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
-        return kernels.encode(x, self.group_size, FACTOR)
-
-    def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
-        kernels.decode(out, *tensors, FACTOR)
+        codes = (groups // 2, self.group_size), torch.uint8
+        return codes, ((groups,), dtype), ((groups,), torch.bfloat16)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return encode_ref(tensor.reshape(-1), self.group_size)
+        """Return packed codes uint8 [A/2, G], offsets [A] in the tensor's dtype, and (max - min) / 2 of each group,
+        bfloat16 [A].
+
+        The N elements are cut into A groups of G = `group_size` elements. A is rounded up to an even number, because a
+        byte holds two 4-bit codes. The groups are filled up with copies of the last element. Codes of non-finite
+        elements are unspecified.
+        """
+        groups = even_groups(tensor.numel(), self.group_size)
+        flat_N = _symmetric.pad_to(tensor.reshape(-1), groups * self.group_size, with_last=True)
+        return _symmetric.packed_ref(_codes_ref, flat_N.view(groups, self.group_size))
 
     def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return decode_ref(prod(size), *tensors).view(size)
+        codes, offsets, half_ranges = tensors
+        half_scale_A = half_ranges.float() * FACTOR
+        x_AG = (_symmetric.unpack_ref(codes).float() * half_scale_A[:, None] + offsets.float()[:, None] * 0.5) * 2.0
+        return x_AG.to(dtype).view(-1)[: prod(size)].view(size)

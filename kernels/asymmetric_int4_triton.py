@@ -1,11 +1,11 @@
 """Triton kernels of asymmetric_int4: one launch to encode, one to decode."""
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from adacc_hf.kernels._layout import even_groups
 from adacc_hf.kernels._triton import (
     cdiv,
     codes_up_to,
@@ -17,6 +17,7 @@ from adacc_hf.kernels._triton import (
     upper_half,
     widened,
 )
+from adacc_hf.kernels.asymmetric_int4 import FACTOR
 
 
 @triton.jit
@@ -129,27 +130,20 @@ def _decode_kernel(
     _decode_half(out_ptr, packed >> 4, offsets_ptr, half_ranges_ptr, first_row + rows, groups_left, numel, factor, T, G)
 
 
-def encode(flat_N: Tensor, group_size: int, factor: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode a contiguous tensor on a GPU. Return packed codes, and the offset and (max - min) / 2 of each group. The
-    result equals `asymmetric_int4.encode_ref`, bit for bit."""
-    numel = flat_N.shape[0]
-    groups = even_groups(numel, group_size)
-    codes = flat_N.new_empty(groups // 2, group_size, dtype=torch.uint8)
-    offsets = flat_N.new_empty(groups)
-    half_ranges = flat_N.new_empty(groups, dtype=torch.bfloat16)
-    tile = groups_per_program(group_size)
-    launch(
-        _encode_kernel, (cdiv(groups // 2, tile),), flat_N, codes, offsets, half_ranges, numel, groups // 2, factor,
-        T=tile, G=group_size,
-    )  # fmt: skip
-    return codes, offsets, half_ranges
+def encode(flat_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor) -> None:
+    """Encode a contiguous tensor on a GPU, as `AsymmetricInt4.encode_traceable` does."""
+    _launch(_encode_kernel, flat_N, codes, offsets, half_ranges)
 
 
-def decode(out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float) -> None:
+def decode(out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor) -> None:
     """Decode the results of `encode` (asymmetric_int4) into `out_N`, a contiguous tensor on a GPU."""
+    _launch(_decode_kernel, out_N, codes, offsets, half_ranges)
+
+
+def _launch(kernel: Any, flat_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor) -> None:
     rows, group_size = codes.shape
     tile = groups_per_program(group_size)
     launch(
-        _decode_kernel, (cdiv(rows, tile),), out_N, codes, offsets, half_ranges, out_N.shape[0], rows, factor,
+        kernel, (cdiv(rows, tile),), flat_N, codes, offsets, half_ranges, flat_N.shape[0], rows, FACTOR,
         T=tile, G=group_size,
     )  # fmt: skip

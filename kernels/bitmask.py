@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._layout import as_flat
-from adacc_hf.kernels.codecs import MASK, Codec, Kernels, register
+from adacc_hf.kernels.codecs import MASK, Codec, Kernels, Layout, register
 
 # Integer dtypes by element width. The patterns of bool, with width 1, are 0 and 1.
 PATTERN_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -72,13 +72,16 @@ class Bitmask(Codec):
         high, low = patterns.amax(), patterns.amin()
         return bool(((patterns == 0) | (patterns == torch.where(high == 0, low, high))).all())
 
-    def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        return -(-prod(shape) // 8) + (0 if dtype == torch.bool else dtype.itemsize)
+    def layout(self, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+        packed = (-(-prod(shape) // 8),), torch.uint8
+        return (packed,) if dtype == torch.bool else (packed, ((1,), PATTERN_DTYPES[dtype.itemsize]))
 
-    def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
-        return kernels.encode(_bit_patterns(x), x.dtype != torch.bool)
+    def encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
+        tensors = self._new_tensors(x)
+        kernels.encode(_bit_patterns(x), *tensors)
+        return tensors
 
-    def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
+    def decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
         kernels.decode(_bit_patterns(out), *tensors)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:

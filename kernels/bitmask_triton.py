@@ -1,6 +1,7 @@
 """Triton kernels of bitmask: one launch to pack, one to unpack."""
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -59,19 +60,18 @@ def _decode_kernel(
         tl.store(out_ptr + start + local, x, mask=is_valid)
 
 
-def encode(patterns_N: Tensor, with_pattern: bool) -> tuple[Tensor, ...]:
-    """Pack one bit per element on a GPU, 1 for a nonzero element. Return uint8 [ceil(N / 8)], as `bitmask.encode_ref`
-    does. If `with_pattern`, also return the bit pattern of the nonzero elements, which are all equal, as a tensor of
-    shape [1]. If all elements are 0, the pattern is unspecified."""
-    numel = patterns_N.shape[0]
-    packed = patterns_N.new_empty(cdiv(numel, 8), dtype=torch.uint8)
-    pattern = patterns_N.new_empty(1) if with_pattern else None
-    grid = (cdiv(packed.shape[0], TILE_ELEMENTS),)
-    launch(_encode_kernel, grid, patterns_N, packed, pattern, numel, packed.shape[0], BLOCK=TILE_ELEMENTS)
-    return (packed,) if pattern is None else (packed, pattern)
+def encode(patterns_N: Tensor, packed: Tensor, pattern: Tensor | None = None) -> None:
+    """Pack one bit per element on a GPU, 1 for a nonzero element, into uint8 [ceil(N / 8)]. If `pattern` [1] is passed,
+    also store the bit pattern of the nonzero elements, which are all equal. If all elements are 0, it is
+    unspecified."""
+    _launch(_encode_kernel, patterns_N, packed, pattern)
 
 
 def decode(out_N: Tensor, packed: Tensor, pattern: Tensor | None = None) -> None:
     """Decode the results of `encode` (bitmask) into `out_N`, a contiguous tensor of integers on a GPU."""
+    _launch(_decode_kernel, out_N, packed, pattern)
+
+
+def _launch(kernel: Any, patterns_N: Tensor, packed: Tensor, pattern: Tensor | None) -> None:
     grid = (cdiv(packed.shape[0], TILE_ELEMENTS),)
-    launch(_decode_kernel, grid, out_N, packed, pattern, out_N.shape[0], packed.shape[0], BLOCK=TILE_ELEMENTS)
+    launch(kernel, grid, patterns_N, packed, pattern, patterns_N.shape[0], packed.shape[0], BLOCK=TILE_ELEMENTS)

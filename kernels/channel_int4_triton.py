@@ -6,12 +6,13 @@ corresponding G rows of the second half. Consecutive programs handle neighbourin
 read whole pages of memory.
 """
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from adacc_hf.kernels._layout import even_groups, peak_dtype
+from adacc_hf.kernels._symmetric import SIGNED_FACTOR
 from adacc_hf.kernels._triton import (
     TILE_ELEMENTS,
     cdiv,
@@ -117,27 +118,22 @@ def _decode_kernel(
     _decode_half(out_ptr, packed >> 4, peaks_ptr, pair + pairs, first_column, rows, columns, factor, G, COLUMNS)
 
 
-def encode(x_RC: Tensor, group_size: int, factor: float) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix on a GPU. Return packed codes and peaks, equal to the results of
-    `channel_int4.encode_ref`."""
-    rows, columns = x_RC.shape
-    groups = even_groups(rows, group_size)
-    codes = x_RC.new_empty(groups // 2, group_size, columns, dtype=torch.uint8)
-    peaks = x_RC.new_empty(groups, columns, dtype=peak_dtype(x_RC.dtype))
-    width = max(TILE_ELEMENTS // group_size, ENCODED_COLUMNS)
-    launch(
-        _encode_kernel, (groups // 2 * cdiv(columns, width),), x_RC, codes, peaks, rows, columns, groups // 2, factor,
-        tile=group_size * width, thread_elements=ENCODED_ELEMENTS, G=group_size, COLUMNS=width,
-    )  # fmt: skip
-    return codes, peaks
+def encode(x_RC: Tensor, codes: Tensor, peaks: Tensor) -> None:
+    """Encode a contiguous matrix on a GPU, as `ChannelInt4.encode_traceable` does."""
+    width = max(TILE_ELEMENTS // codes.shape[1], ENCODED_COLUMNS)
+    _launch(_encode_kernel, x_RC, codes, peaks, width, thread_elements=ENCODED_ELEMENTS)
 
 
-def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
+def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor) -> None:
     """Decode the results of `encode` (channel_int4) into `out_RC`, a contiguous matrix on a GPU."""
-    rows, columns = out_RC.shape
+    width = min(max(TILE_ELEMENTS // codes.shape[1], LEAST_COLUMNS), ENCODED_COLUMNS)
+    _launch(_decode_kernel, out_RC, codes, peaks, width)
+
+
+def _launch(kernel: Any, x_RC: Tensor, codes: Tensor, peaks: Tensor, width: int, **options: int) -> None:
+    rows, columns = x_RC.shape
     pairs, group_size, _ = codes.shape
-    width = min(max(TILE_ELEMENTS // group_size, LEAST_COLUMNS), ENCODED_COLUMNS)
     launch(
-        _decode_kernel, (pairs * cdiv(columns, width),), out_RC, codes, peaks, rows, columns, pairs, factor,
-        tile=group_size * width, G=group_size, COLUMNS=width,
+        kernel, (pairs * cdiv(columns, width),), x_RC, codes, peaks, rows, columns, pairs, SIGNED_FACTOR,
+        tile=group_size * width, G=group_size, COLUMNS=width, **options,
     )  # fmt: skip

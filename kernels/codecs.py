@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
 from importlib import import_module
+from math import prod
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from adacc_hf.kernels import _cpu
+from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._host_payloads import is_on_host
 from adacc_hf.kernels._layout import as_flat, as_matrix, restore
 
@@ -34,6 +35,8 @@ results of activation functions, and all other tensors."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""(shape, dtype) of each tensor of a payload."""
 
 
 def without_gradients(function: F) -> F:
@@ -72,10 +75,10 @@ class Kernels:
     """Pair of functions that encode and decode on one device type. A module with these two functions can be used in
     place of this class."""
 
-    encode: Callable[..., tuple[Tensor, ...]]
-    """Function that encodes a contiguous tensor, and returns the tensors to store for it."""
+    encode: Callable[..., None]
+    """Function that encodes a contiguous tensor into the tensors to store for it: encode(x, *tensors)."""
     decode: Callable[..., None]
-    """Function that decodes stored tensors into a contiguous tensor."""
+    """Function that decodes stored tensors into a contiguous tensor: decode(out, *tensors)."""
 
 
 class Coder(Protocol):
@@ -94,8 +97,8 @@ class Codec:
 
     `encode` and `decode` never synchronise with the device. The shapes of a payload depend only on the tensor's shape.
 
-    A codec defines at least `supports` and `predicted_bytes`, and either `encode_traceable` and `decode_traceable` or
-    `encode` and `decode`. A codec with `triton` or `cpu` kernels also defines `_encode_by` and `_decode_by`.
+    A codec defines at least `supports` and `layout`, and either `encode_traceable` and `decode_traceable` or `encode`
+    and `decode`.
     """
 
     name: ClassVar[str]
@@ -151,9 +154,13 @@ class Codec:
         may read the data."""
         return self.supports(tuple(tensor.shape), tensor.dtype)
 
+    def layout(self, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+        """Return (shape, dtype) of each stored tensor, for an encoded tensor of this shape and dtype."""
+        raise NotImplementedError
+
     def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Return the exact size in bytes of an encoded tensor of this shape and dtype, including padding and scales."""
-        raise NotImplementedError
+        return sum(prod(size) * stored_dtype.itemsize for size, stored_dtype in self.layout(shape, dtype))
 
     def fit(self, tensor: Tensor) -> None:
         """Set the codec's state that depends on data, such as the choice of outlier channels, from `tensor`. Call this
@@ -171,7 +178,7 @@ class Codec:
         self._require(tensor)
         x = as_matrix(tensor) if self.keeps_rows else as_flat(tensor)
         kernels = self._kernels_for(x)
-        tensors = self._encode_plain(x) if kernels is None else self._encode_by(kernels, x)
+        tensors = self._encode_plain(x) if kernels is None else self.encode_by(kernels, x)
         return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     @without_gradients
@@ -183,7 +190,7 @@ class Codec:
             if kernels is None:
                 out.copy_(self.decode_traceable(payload.tensors, tuple(out.shape), payload.dtype))
             else:
-                self._decode_by(kernels, out, payload.tensors)
+                self.decode_by(kernels, out, payload.tensors)
 
         return restore(fill, payload, self.keeps_rows)
 
@@ -193,13 +200,20 @@ class Codec:
             return None if self.triton is None else _triton_kernels(self.triton)
         return self.cpu if tensor.is_cpu and _cpu.library() is not None else None
 
-    def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
+    def encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
         """Encode `x` with `kernels`, and return the tensors to store."""
-        raise NotImplementedError
+        tensors = self._new_tensors(x)
+        kernels.encode(x, *tensors)
+        return tensors
 
-    def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
+    def _new_tensors(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return new tensors for the payload of `x`."""
+        layout = self.layout(tuple(x.shape), x.dtype)
+        return tuple(torch.empty(size, dtype=dtype, device=x.device) for size, dtype in layout)
+
+    def decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
         """Decode the stored `tensors` into `out` with `kernels`. `out` is [N], or a matrix [R, C] if `keeps_rows`."""
-        raise NotImplementedError
+        kernels.decode(out, *tensors)
 
     def _encode_plain(self, x: Tensor) -> tuple[Tensor, ...]:
         """Encode `x` with plain torch, and return the tensors to store."""
@@ -234,6 +248,18 @@ class Codec:
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"{type(self).__name__}({options})"
+
+
+class GroupCodec(Codec):
+    """Base class of codecs for floating-point tensors that encode groups of `group_size` elements."""
+
+    def __init__(self, group_size: int = 64) -> None:
+        if group_size not in _symmetric.GROUP_SIZES:
+            raise ValueError(f"codec {self.name!r}: group_size={group_size!r} is not one of {_symmetric.GROUP_SIZES}")
+        self.group_size = group_size
+
+    def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        return dtype in _symmetric.FLOAT_DTYPES
 
 
 C = TypeVar("C", bound=type[Codec])

@@ -15,12 +15,14 @@ Triton's own cast does not compile for sm_80, converts through float16 on sm_89,
 interpreter.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
-from adacc_hf.kernels._layout import rows_and_columns
-from adacc_hf.kernels.codecs import Codec, Kernels, register
+from adacc_hf.kernels._layout import peak_dtype, rows_and_columns
+from adacc_hf.kernels.codecs import GroupCodec, Kernels, Layout, register
 from adacc_hf.kernels.int8 import Int8
 
 FACTOR = 1 / 448
@@ -50,27 +52,6 @@ def numbers_ref(codes: Tensor) -> Tensor:
     return (((wide & 128) << 8) | ((wide & 127) << 7)).to(torch.int16).view(torch.float16).float()
 
 
-def encode_ref(x_RC: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Encode `x_RC`, R rows of C columns, with plain torch.
-
-    Return codes uint8 [R, C] and the absmax of each group, [A] in a 16-bit dtype. Each row is cut into groups of
-    `group_size` elements, the last of which may be shorter. A is the number of groups of all rows.
-    """
-    rows, columns = x_RC.shape
-    x_AG = _groups_of_rows(x_RC, group_size)
-    peaks = _symmetric.peaks_ref(x_AG, signed=False)
-    scaled_AG = x_AG.float() * _symmetric.inverse_ref(peaks, FACTOR)[:, None]
-    return _rows_of_groups(codes_ref(scaled_AG), rows, columns), peaks
-
-
-def decode_ref(dtype: torch.dtype, group_size: int, codes: Tensor, peaks: Tensor) -> Tensor:
-    """Decode the results of `encode_ref` with plain torch. Return [R, C] in `dtype`. Every element of a group whose
-    absmax (largest absolute value) is non-finite is non-finite."""
-    numbers_AG = numbers_ref(_groups_of_rows(codes, group_size))
-    scales_A = peaks.float() * FACTOR * HALF_SCALE
-    return _rows_of_groups((numbers_AG * scales_A[:, None]).to(dtype), *codes.shape)
-
-
 def _groups_of_rows(x_RC: Tensor, group_size: int) -> Tensor:
     """Return the groups of all rows, [A, G]. The last group of each row is padded with zeros."""
     rows, columns = x_RC.shape
@@ -91,16 +72,8 @@ def _is_certainly_zero(number: int) -> bool:
     return isinstance(number, int) and number == 0
 
 
-def _encode_cpu(x_RC: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    return _cpu.encode_fp8(x_RC, group_size, FACTOR)
-
-
-def _decode_cpu(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -> None:
-    _cpu.decode_fp8(out_RC, codes, peaks, group_size, FACTOR)
-
-
 @register
-class Fp8(Codec):
+class Fp8(GroupCodec):
     """Codec fp8: FP8 (E4M3) in groups of a row. The absmax (largest absolute value) of each group is scaled to 448."""
 
     name = "fp8"
@@ -111,28 +84,40 @@ class Fp8(Codec):
     # the error of INT8 is 0.015 and that of FP8 is 0.005.
     instead_of = Int8.name
     triton = "fp8_triton"
-    cpu = Kernels(_encode_cpu, _decode_cpu)
+    cpu = Kernels(partial(_cpu.encode_fp8, factor=FACTOR), partial(_cpu.decode_fp8, factor=FACTOR))
     keeps_rows = True
 
     def __init__(self, group_size: int = 128) -> None:
-        _symmetric.check_group_size(self.name, group_size)
-        self.group_size = group_size
+        super().__init__(group_size)
 
-    def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        return dtype in _symmetric.FLOAT_DTYPES
-
-    def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    def layout(self, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
         rows, columns = rows_and_columns(shape)
-        return rows * (columns + -(-columns // self.group_size) * _symmetric.PEAK_BYTES)
+        return ((rows, columns), torch.uint8), ((rows * -(-columns // self.group_size),), peak_dtype(dtype))
 
-    def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
-        return kernels.encode(x, self.group_size)
+    def encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
+        codes, peaks = self._new_tensors(x)
+        kernels.encode(x, codes, peaks, self.group_size)
+        return codes, peaks
 
-    def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
+    def decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
         kernels.decode(out, *tensors, self.group_size)
 
     def encode_traceable(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return encode_ref(tensor.reshape(rows_and_columns(tuple(tensor.shape))), self.group_size)
+        """Return codes uint8 [R, C] and the absmax of each group, [A] in a 16-bit dtype, for R rows of C columns.
+
+        Each row is cut into groups of `group_size` elements, the last of which may be shorter. A is the number of
+        groups of all rows.
+        """
+        rows, columns = rows_and_columns(tuple(tensor.shape))
+        x_AG = _groups_of_rows(tensor.reshape(rows, columns), self.group_size)
+        peaks = _symmetric.peaks_ref(x_AG, signed=False)
+        scaled_AG = x_AG.float() * _symmetric.inverse_ref(peaks, FACTOR)[:, None]
+        return _rows_of_groups(codes_ref(scaled_AG), rows, columns), peaks
 
     def decode_traceable(self, tensors: tuple[Tensor, ...], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return decode_ref(dtype, self.group_size, *tensors).reshape(size)
+        """Decode codes and peaks. Every element of a group whose absmax (largest absolute value) is non-finite is
+        non-finite."""
+        codes, peaks = tensors
+        numbers_AG = numbers_ref(_groups_of_rows(codes, self.group_size))
+        scales_A = peaks.float() * FACTOR * HALF_SCALE
+        return _rows_of_groups((numbers_AG * scales_A[:, None]).to(dtype), *codes.shape).reshape(size)

@@ -1,15 +1,15 @@
 """Triton kernels of fp8: one launch to encode, one to decode.
 
-Rounding is integer arithmetic, because Triton's own cast to FP8 needs sm_89: see `fp8.py`. If rows consist of whole
-groups, all rows are treated as one long row. Other rows end in a group of fewer elements.
+Rounding is integer arithmetic, because Triton's own cast to FP8 needs sm_89: see `fp8.py`. Rows may end in a group of
+fewer elements.
 """
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from adacc_hf.kernels._layout import peak_dtype
 from adacc_hf.kernels._triton import (
     cdiv,
     groups_per_program,
@@ -26,23 +26,15 @@ from adacc_hf.kernels.fp8 import FACTOR
 
 
 @triton.jit
-def _group_places(groups, columns, RAGGED: tl.constexpr, T: tl.constexpr, G: tl.constexpr):
+def _group_places(groups, columns, T: tl.constexpr, G: tl.constexpr):
     """Return the groups [T] that the running program handles, the int64 indices of their elements [T, G], and a mask.
-    The mask is False beyond the end of a row. RAGGED is True if rows end in a shorter group."""
-    first_group = tl.program_id(0) * T
-    group = first_group + tl.arange(0, T)
-    if RAGGED:
-        per_row = (columns + G - 1) // G
-        row = group // per_row
-        column = ((group - row * per_row) * G)[:, None] + tl.arange(0, G)[None, :]
-        index = (row.to(tl.int64) * columns)[:, None] + column
-        is_valid = (column < columns) & (group[:, None] < groups)
-    else:
-        first = first_group.to(tl.int64) * G
-        local = tl.arange(0, T)[:, None] * G + tl.arange(0, G)[None, :]
-        index = first + local
-        is_valid = local < columns - first
-    return group, index, is_valid
+    The mask is False beyond the end of a row."""
+    group = tl.program_id(0) * T + tl.arange(0, T)
+    per_row = (columns + G - 1) // G
+    row = group // per_row
+    column = ((group - row * per_row) * G)[:, None] + tl.arange(0, G)[None, :]
+    index = (row.to(tl.int64) * columns)[:, None] + column
+    return group, index, (column < columns) & (group[:, None] < groups)
 
 
 @triton.jit
@@ -66,12 +58,11 @@ def _encode_kernel(
     columns,
     groups,
     factor,
-    RAGGED: tl.constexpr,
     T: tl.constexpr,
     G: tl.constexpr,
 ):
     """Encode T groups in FP8, and store their codes and peaks. The peak of a group is the largest absolute value."""
-    group, index, is_valid = _group_places(groups, columns, RAGGED, T, G)
+    group, index, is_valid = _group_places(groups, columns, T, G)
     x = tl.load(x_ptr + index, mask=is_valid, other=0.0)
     peak = stored_peak(tl.max(peak_keys(x, False), axis=1), x.dtype)
     tl.store(peaks_ptr + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < groups)
@@ -87,12 +78,11 @@ def _decode_kernel(
     columns,
     groups,
     factor,
-    RAGGED: tl.constexpr,
     T: tl.constexpr,
     G: tl.constexpr,
 ):
     """Decode T groups from their FP8 codes and peaks. The peak of a group is the largest absolute value."""
-    group, index, is_valid = _group_places(groups, columns, RAGGED, T, G)
+    group, index, is_valid = _group_places(groups, columns, T, G)
     codes = tl.load(codes_ptr + index, mask=is_valid, other=0).to(tl.int32)
     peak = widened(tl.load(peaks_ptr + group, mask=group < groups, other=0.0))
     # The bits of a code, moved into a float16, represent 2^-8 times the code's number.
@@ -101,32 +91,17 @@ def _decode_kernel(
     tl.store(out_ptr + index, rounded_to(x, out_ptr.dtype.element_ty), mask=is_valid)
 
 
-def _launch_shape(x_RC: Tensor, group_size: int) -> tuple[int, int, bool]:
-    """Return (columns, groups, True if rows end in a shorter group): arguments with which the kernels are launched."""
-    rows, columns = x_RC.shape
-    is_ragged = columns % group_size != 0 and rows != 1
-    return columns if is_ragged else rows * columns, rows * cdiv(columns, group_size), is_ragged
-
-
-def encode(x_RC: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix in FP8 on a GPU. Return (codes, peaks), equal to the results of `fp8.encode_ref`. A
-    peak is the largest absolute value of a group."""
-    columns, groups, is_ragged = _launch_shape(x_RC, group_size)
-    codes = x_RC.new_empty(x_RC.shape, dtype=torch.uint8)
-    peaks = x_RC.new_empty(groups, dtype=peak_dtype(x_RC.dtype))
-    tile = groups_per_program(group_size)
-    launch(
-        _encode_kernel, (cdiv(groups, tile),), x_RC, codes, peaks, columns, groups, FACTOR,
-        RAGGED=is_ragged, T=tile, G=group_size,
-    )  # fmt: skip
-    return codes, peaks
+def encode(x_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -> None:
+    """Encode a contiguous matrix in FP8 on a GPU, as `Fp8.encode_traceable` does."""
+    _launch(_encode_kernel, x_RC, codes, peaks, group_size)
 
 
 def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -> None:
     """Decode the results of `encode` (fp8) into `out_RC`, a contiguous matrix on a GPU."""
-    columns, groups, is_ragged = _launch_shape(out_RC, group_size)
-    tile = groups_per_program(group_size)
-    launch(
-        _decode_kernel, (cdiv(groups, tile),), out_RC, codes, peaks, columns, groups, FACTOR,
-        RAGGED=is_ragged, T=tile, G=group_size,
-    )  # fmt: skip
+    _launch(_decode_kernel, out_RC, codes, peaks, group_size)
+
+
+def _launch(kernel: Any, x_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -> None:
+    groups, tile = peaks.shape[0], groups_per_program(group_size)
+    grid = (cdiv(groups, tile),)
+    launch(kernel, grid, x_RC, codes, peaks, x_RC.shape[1], groups, FACTOR, T=tile, G=group_size)

@@ -1,10 +1,10 @@
 """Triton kernels of int8: one launch to encode, one to decode."""
 
-import torch
+from typing import Any
+
 import triton.language as tl
 from torch import Tensor
 
-from adacc_hf.kernels._layout import peak_dtype
 from adacc_hf.kernels._triton import (
     cdiv,
     clipped_codes,
@@ -69,22 +69,18 @@ def _decode_kernel(
     tl.store(out_ptr + first + local, rounded_to(x, out_ptr.dtype.element_ty), mask=local < numel - first)
 
 
-def encode(flat_N: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous tensor in INT8 on a GPU. Return codes and the absmax (largest absolute value) of each group.
-    The results equal the results of `int8.encode_ref`."""
-    numel = flat_N.shape[0]
-    groups = cdiv(numel, group_size)
-    codes = flat_N.new_empty(groups, group_size, dtype=torch.uint8)
-    peaks = flat_N.new_empty(groups, dtype=peak_dtype(flat_N.dtype))
-    tile = groups_per_program(group_size)
-    grid = (cdiv(groups, tile),)
-    launch(_encode_kernel, grid, flat_N, codes, peaks, numel, groups, FACTOR, T=tile, G=group_size)
-    return codes, peaks
+def encode(flat_N: Tensor, codes: Tensor, peaks: Tensor) -> None:
+    """Encode a contiguous tensor on a GPU, as `Int8.encode_traceable` does."""
+    _launch(_encode_kernel, flat_N, codes, peaks)
 
 
 def decode(out_N: Tensor, codes: Tensor, peaks: Tensor) -> None:
     """Decode the results of `encode` (int8) into `out_N`, a contiguous tensor on a GPU."""
+    _launch(_decode_kernel, out_N, codes, peaks)
+
+
+def _launch(kernel: Any, flat_N: Tensor, codes: Tensor, peaks: Tensor) -> None:
     groups, group_size = codes.shape
     tile = groups_per_program(group_size)
     grid = (cdiv(groups, tile),)
-    launch(_decode_kernel, grid, out_N, codes, peaks, out_N.shape[0], groups, FACTOR, T=tile, G=group_size)
+    launch(kernel, grid, flat_N, codes, peaks, flat_N.shape[0], groups, FACTOR, T=tile, G=group_size)

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
-from adacc_hf.kernels._layout import as_matrix, even_groups, rows_and_columns
-from adacc_hf.kernels.codecs import Codec, Kernels, register
+from adacc_hf.kernels._layout import as_matrix, even_groups, peak_dtype, rows_and_columns
+from adacc_hf.kernels.codecs import GroupCodec, Kernels, Layout, register
 
 BITS = 4
 FACTOR = _symmetric.SIGNED_FACTOR
-INDEX_BYTES = 4
 ZSCORE_THRESHOLD = 3.0
 """Z-score above which a channel is an outlier (eq. 1), the paper's value."""
 
@@ -62,12 +61,6 @@ def zscores(sums_C: Tensor) -> Tensor:
     all sums are equal."""
     deviation = sums_C.std(correction=0)
     return torch.where(deviation > 0, (sums_C - sums_C.mean()) / deviation, 0.0)
-
-
-def count_outliers(tensor: Tensor) -> int:
-    """Return the number of channels of `tensor` whose Z-score is above ZSCORE_THRESHOLD. Call this function only in
-    tracking steps, in which outliers and errors are measured, because it synchronises with the device."""
-    return int((zscores(channel_sums(tensor)) > ZSCORE_THRESHOLD).sum())
 
 
 def choose_outliers(sums_C: Tensor, count: int, group_size: int, element_bytes: int) -> Outliers:
@@ -115,21 +108,22 @@ def _channel_mask(indices: Tensor, columns: int) -> Tensor:
     return indices[:, None] == torch.arange(columns, device=indices.device)
 
 
-def _encode_cpu(x_RC: Tensor, indices: Tensor | None, keep: Tensor | None, group_size: int) -> tuple[Tensor, ...]:
-    codes, peaks = _cpu.encode_groups(x_RC.view(-1), group_size, BITS, FACTOR, keep, x_RC.shape[1])
-    if indices is None:
-        return codes, peaks
-    return codes, peaks, _cpu.gather_channels(x_RC, indices), indices.clone()
+def _encode_cpu(x_RC: Tensor, outliers: Outliers | None, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
+    keep = None if outliers is None else outliers.keep
+    _cpu.encode_groups(x_RC.view(-1), codes, peaks, BITS, FACTOR, keep, x_RC.shape[1])
+    if outliers is not None:
+        raw[1].copy_(outliers.indices)
+        _cpu.copy_channels(x_RC, *raw, gather=True)
 
 
 def _decode_cpu(out_RC: Tensor, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
     _cpu.decode_groups(out_RC, codes, peaks, BITS, FACTOR)
     if raw:
-        _cpu.scatter_channels(out_RC, *raw)
+        _cpu.copy_channels(out_RC, *raw, gather=False)
 
 
 @register
-class OutlierInt4(Codec):
+class OutlierInt4(GroupCodec):
     """Codec outlier_int4: symmetric INT4 in groups, with `num_outliers` channels stored uncompressed (raw)."""
 
     name = "outlier_int4"
@@ -140,21 +134,21 @@ class OutlierInt4(Codec):
     keeps_rows = True
 
     def __init__(self, group_size: int = 64, num_outliers: int = 0) -> None:
-        _symmetric.check_group_size(self.name, group_size)
+        super().__init__(group_size)
         if num_outliers < 0:
             raise ValueError(f"codec {self.name!r}: num_outliers={num_outliers} must be 0 or more")
-        self.group_size = group_size
         self.num_outliers = num_outliers
-        self._outliers: Outliers | None = None
+        self.outliers: Outliers | None = None
+        """Outlier channels that `fit` has chosen."""
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        return dtype in _symmetric.FLOAT_DTYPES and rows_and_columns(shape)[1] >= self.num_outliers
+        return super().supports(shape, dtype) and rows_and_columns(shape)[1] >= self.num_outliers
 
-    def predicted_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        groups = even_groups(prod(shape), self.group_size)
-        rows, _ = rows_and_columns(shape)
-        raw_bytes = self.num_outliers * (rows * dtype.itemsize + INDEX_BYTES)
-        return groups * self.group_size // 2 + groups * _symmetric.PEAK_BYTES + raw_bytes
+    def layout(self, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+        groups, (rows, _) = even_groups(prod(shape), self.group_size), rows_and_columns(shape)
+        grouped = ((groups // 2, self.group_size), torch.uint8), ((groups,), peak_dtype(dtype))
+        raw = ((rows, self.num_outliers), dtype), ((self.num_outliers,), torch.int32)
+        return (*grouped, *raw) if self.num_outliers else grouped
 
     @torch.no_grad()
     def fit(self, tensor: Tensor) -> None:
@@ -163,18 +157,15 @@ class OutlierInt4(Codec):
         self._require(tensor)
         if self.num_outliers:
             sums_C = channel_sums(tensor)
-            self._outliers = choose_outliers(sums_C, self.num_outliers, self.group_size, tensor.element_size())
+            self.outliers = choose_outliers(sums_C, self.num_outliers, self.group_size, tensor.element_size())
 
     def count_outliers(self, tensor: Tensor) -> int:
-        return count_outliers(tensor)
+        return int((zscores(channel_sums(tensor)) > ZSCORE_THRESHOLD).sum())
 
-    def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
-        outliers = self._fitted(x)
-        fitted = (outliers.indices, outliers.keep) if outliers else (None, None)
-        return kernels.encode(x, *fitted, self.group_size)
-
-    def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
-        kernels.decode(out, *tensors)
+    def encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
+        tensors = self._new_tensors(x)
+        kernels.encode(x, self._fitted(x), *tensors)
+        return tensors
 
     def _encode_plain(self, x: Tensor) -> tuple[Tensor, ...]:
         outliers = self._fitted(x)
@@ -198,14 +189,14 @@ class OutlierInt4(Codec):
         `tensor`. Return None if `num_outliers` is 0."""
         if not self.num_outliers:
             return None
-        if self._outliers is None:
+        if self.outliers is None:
             self.fit(tensor)
-        assert self._outliers is not None
-        expected = self._outliers.channels, self._outliers.keep.element_size()
+        assert self.outliers is not None
+        expected = self.outliers.channels, self.outliers.keep.element_size()
         actual = rows_and_columns(tuple(tensor.shape))[1], tensor.element_size()
         if expected != actual:
             raise ValueError(
                 f"codec {self.name!r} was fitted to {expected[0]} channels of {expected[1]} bytes per element and got "
                 f"{actual[0]} of {actual[1]}: use one codec object per activation, or call fit again"
             )
-        return self._outliers
+        return self.outliers

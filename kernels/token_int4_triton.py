@@ -2,16 +2,15 @@
 
 A byte holds the 4-bit codes of two elements: one from the first half of the tensor, and the corresponding one from the
 second half. A program therefore handles whole rows of the first half, and the corresponding rows of the second half.
-Rows of up to MAX_BLOCK elements stay in registers. Longer rows are read twice, in chunks. The second read is mostly
-from the cache.
+Rows are read twice, in chunks: first for their peaks, then for their codes. The second read is mostly from the cache.
 """
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from adacc_hf.kernels._layout import peak_dtype
 from adacc_hf.kernels._triton import (
     TILE_ELEMENTS,
     cdiv,
@@ -29,7 +28,6 @@ from adacc_hf.kernels._triton import (
 from adacc_hf.kernels.token_int4 import FACTOR
 
 LEAST_BLOCK = 64  # one kernel for all shorter rows
-MAX_BLOCK = 8192  # 512 threads with 16 elements each
 
 
 @triton.jit
@@ -69,30 +67,6 @@ def _store_codes(codes_ptr, codes, first, pairs, columns, start, T: tl.constexpr
 
 @jit
 def _encode_kernel(
-    x_ptr,  # [rows, columns]
-    codes_ptr,  # uint8 [pairs, columns]
-    peaks_ptr,  # 16-bit [2 * pairs]
-    rows,
-    columns,  # at most BLOCK
-    pairs,
-    factor,
-    T: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Encode T rows of each half of the tensor, and pack their codes two per byte. Rows have at most BLOCK elements."""
-    low = tl.program_id(0) * T
-    high = low + pairs
-    x = _load_rows(x_ptr, low, rows, columns, 0, T, BLOCK)
-    inverse = _finish_rows(peak_keys(x, False), peaks_ptr, low, pairs, factor, x.dtype, T)
-    codes = _int4_codes(x, inverse)
-    x = _load_rows(x_ptr, high, rows, columns, 0, T, BLOCK)
-    inverse = _finish_rows(peak_keys(x, False), peaks_ptr, high, 2 * pairs, factor, x.dtype, T)
-    codes |= _int4_codes(x, inverse) << 4
-    _store_codes(codes_ptr, codes, low, pairs, columns, 0, T, BLOCK)
-
-
-@jit
-def _encode_long_kernel(
     x_ptr,  # [rows, columns]
     codes_ptr,  # uint8 [pairs, columns]
     peaks_ptr,  # 16-bit [2 * pairs]
@@ -167,30 +141,20 @@ def _decode_kernel(
     _decode_half(out_ptr, packed >> 4, peaks_ptr, low + pairs, rows, columns, start, factor, T, BLOCK)
 
 
-def encode(x_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode a contiguous matrix on a GPU, with one scale per row. Return codes and peaks. The results equal the
-    results of `token_int4.encode_ref`."""
-    rows, columns = x_RC.shape
-    pairs = cdiv(rows, 2)
-    codes = x_RC.new_empty(pairs, columns, dtype=torch.uint8)
-    peaks = x_RC.new_empty(2 * pairs, dtype=peak_dtype(x_RC.dtype))
-    fits_registers = columns <= MAX_BLOCK
-    # Chunks are small because the long kernel holds two of them: blocks of 8192 spilled registers on sm_100.
-    block = max(next_power_of_2(columns), LEAST_BLOCK) if fits_registers else TILE_ELEMENTS
-    tile = max(1, TILE_ELEMENTS // block)
-    launch(
-        _encode_kernel if fits_registers else _encode_long_kernel, (cdiv(pairs, tile),), x_RC, codes, peaks,
-        rows, columns, pairs, FACTOR,
-        tile=tile * block, T=tile, BLOCK=block,
-    )  # fmt: skip
-    return codes, peaks
+def encode(x_RC: Tensor, codes: Tensor, peaks: Tensor) -> None:
+    """Encode a contiguous matrix on a GPU, as `TokenInt4.encode_traceable` does."""
+    _launch(_encode_kernel, x_RC, codes, peaks)
 
 
 def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor) -> None:
     """Decode the results of `encode` (token_int4) into `out_RC`, a contiguous matrix on a GPU."""
-    rows, columns = out_RC.shape
+    _launch(_decode_kernel, out_RC, codes, peaks)
+
+
+def _launch(kernel: Any, x_RC: Tensor, codes: Tensor, peaks: Tensor) -> None:
+    rows, columns = x_RC.shape
     pairs = codes.shape[0]
     block = min(max(next_power_of_2(columns), LEAST_BLOCK), TILE_ELEMENTS)
     tile = TILE_ELEMENTS // block
-    grid = (cdiv(pairs, tile), cdiv(columns, block))
-    launch(_decode_kernel, grid, out_RC, codes, peaks, rows, columns, pairs, FACTOR, T=tile, BLOCK=block)
+    grid = (cdiv(pairs, tile), *([cdiv(columns, block)] if kernel is _decode_kernel else []))
+    launch(kernel, grid, x_RC, codes, peaks, rows, columns, pairs, FACTOR, T=tile, BLOCK=block)

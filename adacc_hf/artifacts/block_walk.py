@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -107,6 +107,16 @@ class BlockWalk:
         self.roots = {
             v: nbytes for v, nbytes in self.roots.items() if kind.values[v].saved or v in read or v in self.held_inputs
         }
+        self.events = self._backward_events()
+        self.unpacks = [number for number, event in enumerate(self.events) if event.unpacked is not None]
+        self._releases = {event.released: n for n, event in enumerate(self.events) if event.released is not None}
+        self.uses: dict[int, list[int]] = {}
+        """Indices of the events that read each value: operators that are replayed, and unpacks."""
+        for number, event in enumerate(self.events):
+            inputs = () if event.operator is None else event.operator.inputs
+            for value in inputs if event.unpacked is None else (kind.slots[event.unpacked],):
+                self.uses.setdefault(value, []).append(number)
+        self.copying_events = self._copying_events()
 
     def _is_stored(self, value: int) -> bool:
         return self.choices[value].action is not Action.RECOMPUTE
@@ -166,41 +176,37 @@ class BlockWalk:
             events.append(_BackwardEvent(*sizes, unpacked=recorded.slot))
         return events
 
-    def _deaths(self, events: Sequence[_BackwardEvent]) -> tuple[dict[int, float], dict[int, float]]:
+    def _release(self, slot: int) -> float:
+        """Return the event after which autograd frees a slot (infinity: the end)."""
+        return self._releases.get(slot, math.inf)
+
+    def _deaths(self) -> tuple[dict[int, float], dict[int, float]]:
         """Return the event after which each root, and each replayed or decoded value, is freed (infinity: the end)."""
-        releases = {event.released: number for number, event in enumerate(events) if event.released is not None}
         root_death: dict[int, float] = {}
         for slot, (roots, _) in self.closures.items():
             for root in roots:
-                root_death[root] = max(root_death.get(root, -1), releases.get(slot, math.inf))
+                root_death[root] = max(root_death.get(root, -1), self._release(slot))
         root_death |= dict.fromkeys(self.held_inputs, math.inf)
-        copied = self._copying_events(events)
         death: dict[int, float] = {}
-        for number, event in enumerate(events):
-            if event.operator is not None:
-                death |= dict.fromkeys(event.operator.inputs, number)
-        for number, event in enumerate(events):
-            if event.unpacked is not None:
-                value = self.kind.slots[event.unpacked]
-                end = number if number in copied else releases.get(event.unpacked, math.inf)
-                death[value] = max(death.get(value, -1), number, end)
+        for value, uses in self.uses.items():
+            slots = [self.events[number].unpacked for number in uses if number not in self.copying_events]
+            death[value] = max(uses[-1], *(self._release(slot) for slot in slots if slot is not None), -1)
         return root_death, death
 
     def outcome(self) -> BlockOutcome:
         """Return the block's stored bytes, overhead and live bytes at each moment."""
-        events = self._backward_events()
         compressed = [self._option(value) for value in self.roots if self._is_compressed(value)]
         return BlockOutcome(
             stored_bytes=sum(self.roots.values()),
             shared=frozenset(self.shared),
             overhead_ms=self.kind.extra_ms
-            + sum(event.operator.ms for event in events if event.operator is not None)
+            + sum(event.operator.ms for event in self.events if event.operator is not None)
             + sum(option.encode_ms + option.decode_ms for option in compressed),
             live_bytes=sum(
                 n for v, n in self.roots.items() if self._is_compressed(v) or not self.kind.values[v].cached
             ),
             forward_moments=tuple(self._forward_moments()),
-            moments=tuple(self._backward_moments(events)),
+            moments=tuple(self._backward_moments()),
             host_bytes=sum(option.host_bytes for option in compressed),
         )
 
@@ -247,16 +253,16 @@ class BlockWalk:
     def _is_saved(self, value: int) -> bool:
         return self.kind.values[value].saved
 
-    def _backward_moments(self, events: Sequence[_BackwardEvent]) -> list[int]:
-        root_death, death = self._deaths(events)
-        decoded = self._decoded_bytes(events)
+    def _backward_moments(self) -> list[int]:
+        root_death, death = self._deaths()
+        decoded = self._decoded_bytes()
         freed_roots: dict[float, list[int]] = {}
         for root in self.roots:
             freed_roots.setdefault(root_death.get(root, math.inf), []).append(root)
         live = sum(self.roots.values())
         freed_bytes: dict[float, int] = {}
         moments = []
-        for number, event in enumerate(events):
+        for number, event in enumerate(self.events):
             during, after = decoded[number]
             if event.operator is not None:
                 outputs = {value: self.kind.values[value].nbytes for value in event.operator.outputs}
@@ -276,81 +282,57 @@ class BlockWalk:
                 moments.append(live + after + event.extra_bytes)
         return moments
 
-    def _decoded_bytes(self, events: Sequence[_BackwardEvent]) -> list[tuple[int, int]]:
+    def _decoded_bytes(self) -> list[tuple[int, int]]:
         """Return (bytes during the event, bytes after it) of decoded values and of copies for autograd Functions."""
-        uses: dict[int, list[int]] = {}
-        for number, event in enumerate(events):
-            for value in self._decoded_by(event):
-                uses.setdefault(value, []).append(number)
-        unpacks = [number for number, event in enumerate(events) if event.unpacked is not None]
-        releases = {event.released: number for number, event in enumerate(events) if event.released is not None}
         spans: list[tuple[float, float, int]] = []
-        for value in uses:
-            decoded = self._decoded_spans(value, uses[value], events, unpacks, releases)
-            staging = self._staging_bytes(value)
+        for value in filter(self._is_compressed, self.uses):
+            decoded, staging = self._decoded_spans(value), self._staging_bytes(value)
             spans += [*decoded, *((first, first, staging) for first, _, _ in decoded if staging)]
-        for number in self._copying_events(events):
-            slot = events[number].unpacked
+        for number in self.copying_events:
+            slot = self.events[number].unpacked
             assert slot is not None  # copies are made at unpacks
-            nbytes = self.kind.values[self.kind.slots[slot]].nbytes
-            spans.append((number, releases.get(slot, math.inf), nbytes))
-        begins, ends = [0] * len(events), [0] * len(events)
+            spans.append((number, self._release(slot), self.kind.values[self.kind.slots[slot]].nbytes))
+        begins, ends = [0] * len(self.events), [0] * len(self.events)
         for first, last, nbytes in spans:
             begins[int(first)] += nbytes
-            if last < len(events):
+            if last < len(self.events):
                 ends[int(last)] += nbytes
         during = list(accumulate(begin - end for begin, end in zip(begins, [0, *ends], strict=False)))
         return [(live, live - end) for live, end in zip(during, ends, strict=True)]
 
-    def _decoded_spans(
-        self,
-        value: int,
-        uses: Sequence[int],
-        events: Sequence[_BackwardEvent],
-        unpacks: Sequence[int],
-        releases: Mapping[int, int],
-    ) -> list[tuple[float, float, int]]:
+    def _decoded_spans(self, value: int) -> list[tuple[float, float, int]]:
         """Return (first event, last event, bytes) of each period of backward in which `value` is live in decoded form.
-        `uses` are the indices of the events that read the decoded copy, and `unpacks` are the indices of all events in
-        which a saved tensor is unpacked. `releases` contains the index of the event after which autograd frees each
-        slot (saved tensor). The decoded copy is freed after its last use, and after an unpack if none of the next
-        DECODED_CACHE_UNPACKS unpacks reads it. If the copy is the unpacked tensor itself, it lives until autograd frees
-        the slot."""
-        ordinals = [bisect_left(unpacks, number) for number in uses]
+        The decoded copy is freed after its last use, and after an unpack if none of the next DECODED_CACHE_UNPACKS
+        unpacks reads it. If the copy is the unpacked tensor itself, it lives until autograd frees the slot."""
+        uses = self.uses[value]
+        ordinals = [bisect_left(self.unpacks, number) for number in uses]
         spans: list[tuple[float, float, int]] = []
         nbytes = self.kind.values[value].nbytes
         for index, (number, ordinal) in enumerate(zip(uses, ordinals, strict=True)):
             if index == 0 or ordinal - ordinals[index - 1] > DECODED_CACHE_UNPACKS:
                 spans.append((number, number, nbytes))
-            is_last = index == len(uses) - 1
-            slot = events[number].unpacked
-            end: float = number if is_last else unpacks[ordinal]
-            end = end if slot is None else max(end, releases.get(slot, math.inf))
+            slot = self.events[number].unpacked
+            end: float = number if index == len(uses) - 1 else self.unpacks[ordinal]
+            end = end if slot is None else max(end, self._release(slot))
             spans[-1] = (spans[-1][0], max(spans[-1][1], end), nbytes)
         return spans
 
-    def _copying_events(self, events: Sequence[_BackwardEvent]) -> frozenset[int]:
+    def _copying_events(self) -> frozenset[int]:
         """Return the events at which a value is copied for the backward of an autograd Function written in Python."""
         if not self.kind.copied_slots:
             return frozenset()
         replayed = set().union(*(operators for _, operators in self.closures.values()))
         read = self._twins.union(*(self.kind.operators[index].inputs for index in replayed))
-        unpacks = [number for number, event in enumerate(events) if event.unpacked is not None]
-        uses: dict[int, list[int]] = {}
-        for number, event in enumerate(events):
-            inputs = () if event.operator is None else event.operator.inputs
-            for value in inputs if event.unpacked is None else (self.kind.slots[event.unpacked],):
-                uses.setdefault(value, []).append(number)
         copying_events = []
-        for ordinal, number in enumerate(unpacks):
-            slot = events[number].unpacked
+        for ordinal, number in enumerate(self.unpacks):
+            slot = self.events[number].unpacked
             value = -1 if slot is None else self.kind.slots[slot]
             if slot not in self.kind.copied_slots or value not in read:
                 continue
-            later_uses = [use for use in uses[value] if use > number]
-            cache_end = ordinal + DECODED_CACHE_UNPACKS
-            cached_until = unpacks[cache_end] if cache_end < len(unpacks) else math.inf
+            later_uses = [use for use in self.uses[value] if use > number]
             if self._is_compressed(value):
+                cache_end = ordinal + DECODED_CACHE_UNPACKS
+                cached_until = self.unpacks[cache_end] if cache_end < len(self.unpacks) else math.inf
                 is_live = bool(later_uses) and later_uses[0] <= cached_until
             else:
                 is_live = self._is_available(value) or bool(later_uses)
@@ -361,10 +343,3 @@ class BlockWalk:
     def _is_available(self, value: int) -> bool:
         """Return True if `value` is in memory anyway, so that a replayed copy can be freed immediately."""
         return value in self.roots or self.kind.values[value].shared is not None
-
-    def _decoded_by(self, event: _BackwardEvent) -> list[int]:
-        """Return the compressed values that `event` reads."""
-        read = event.operator.inputs if event.operator is not None else ()
-        if event.unpacked is not None and self.kind.slots[event.unpacked] >= 0:
-            read = (self.kind.slots[event.unpacked],)
-        return [value for value in read if self._is_compressed(value)]

@@ -102,16 +102,3 @@ def budget_hint(num_bytes: int) -> str:
     size = f'"{num_bytes}GiB"' if num_bytes <= 1024 else f'"{num_bytes}MiB"'
     fraction = "1.0, all that plain training stores, or " if num_bytes == 1 else ""
     return f", which may have been meant as {fraction}{size}"
-
-
-def parse_budget(text: str) -> str | float | int:
-    """Convert a command-line argument to `AdaccConfig.memory_budget`: an int, a float, or the unchanged string.
-
-    Example: "0.5" is half of plain training's activation bytes, "1.0" is all activation bytes, "1" is one byte.
-    """
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text

@@ -83,13 +83,6 @@ def source_activations(
     return frozenset(walk_back(reads(value), lambda v: None if is_activation(v) else reads(v))[0])
 
 
-def upstream_activations(
-    value: int, reads: Callable[[int], Iterable[int]], is_activation: Callable[[int], bool]
-) -> frozenset[int]:
-    """Return all activations from which `value` is computed directly or indirectly."""
-    return frozenset(filter(is_activation, walk_back(reads(value), reads)[1]))
-
-
 def walk_back(starts: Iterable[T], reads: Callable[[T], Iterable[T] | None]) -> tuple[dict[T, None], dict[T, None]]:
     """Walk a graph from `starts` towards the inputs. Return (nodes at which the walk ended, other visited nodes).
 

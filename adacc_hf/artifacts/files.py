@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -60,11 +61,50 @@ def from_fields(expected: Any, value: Any) -> Any:
         items = arguments[:1] * len(value) if arguments[1:] == (...,) else arguments
         return tuple(from_fields(item, each) for item, each in zip(items, value, strict=True))
     if origin in (Union, UnionType):
-        return value if value is None or type(None) not in arguments else from_fields(arguments[0], value)
+        return value if value is None or arguments[1:] != (type(None),) else from_fields(arguments[0], value)
     if is_dataclass(expected) and isinstance(expected, type):
         hints = _type_hints(expected)
         return expected(**{name: from_fields(hints[name], each) for name, each in dict(value).items()})
     return expected(value) if isinstance(expected, type) and issubclass(expected, Enum) else value
+
+
+T = TypeVar("T")
+
+
+def labelled(values: dict[str, Any], file_type: str, version: int) -> dict[str, Any]:
+    """Return the fields of a dataclass, `values`, with the labels by which `from_labelled` recognizes them."""
+    return {"format": f"adacc_hf.{file_type}", "version": version, **values}
+
+
+def from_labelled(
+    expected: type[T],
+    record: Any,
+    file_type: str,
+    version: int,
+    error_class: type[Exception],
+    *,
+    source: str,
+    advice: str,
+    check: Callable[[T], bool] = lambda _: True,
+) -> T:
+    """Return the dataclass in the JSON value `record`, which `labelled` has written. Raise `error_class`, which names
+    the `source` and ends with `advice`, if it has another format or version, lacks a field, or fails `check`."""
+    if not isinstance(record, dict) or record.get("format") != f"adacc_hf.{file_type}":
+        raise error_class(f"{source} is not an adacc_hf {file_type} file: {advice} again")
+    if record.get("version") != version:
+        raise error_class(
+            f"{source} has {file_type} format version {record.get('version')!r}, this release reads {version}: "
+            f"{advice} again"
+        )
+    try:
+        values = {name: value for name, value in record.items() if name not in ("format", "version")}
+        if not check(result := from_fields(expected, values)):
+            raise ValueError("an unknown head, or an index of nothing in the file")
+        return result
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise error_class(
+            f"{source} is a damaged {file_type} file ({type(error).__name__}: {error}): {advice} again"
+        ) from error
 
 
 def read_json(path: str | Path, error_class: type[Exception], file_type: str) -> Any:
@@ -85,36 +125,6 @@ def read_json(path: str | Path, error_class: type[Exception], file_type: str) ->
         raise error_class(f"{file_type} file {path} is not JSON ({error}): save the {file_type} again") from error
 
 
-class RecordFolder:
-    """Folder of JSON records, one file each, written atomically, so that several processes may use it. The first `put`
-    creates it. A file that is no record of this `version` raises `error_class`. File names contain `record_type`."""
-
-    def __init__(self, folder: Path, record_type: str, version: int, error_class: type[Exception]) -> None:
-        self.folder = folder
-        self._record_type = record_type
-        self._version = version
-        self._error_class = error_class
-
-    def get(self, name: str) -> Any:
-        """Return the record `name`, or None if the record does not exist."""
-        path = self.folder / f"{name}{self._ending}"
-        try:
-            content = read_json(path, self._error_class, self._record_type)
-        except FileNotFoundError:
-            return None
-        if not isinstance(content, dict) or content.get("version") != self._version:
-            raise self._error_class(f"{self._record_type} file {path} is not of version {self._version}: delete it")
-        return content["record"]
-
-    def put(self, name: str, record: Any) -> None:
-        """Write a record to the file `name` of the folder."""
-        write_json(self.folder / f"{name}{self._ending}", {"version": self._version, "record": record})
-
-    @property
-    def _ending(self) -> str:
-        return f".{self._record_type}.json"
-
-
 # Names of the files that a run writes to its folder and to each checkpoint.
 
 POLICY_FILE = "adacc_policy.json"
@@ -124,6 +134,8 @@ HISTORY_FILE = "adacc_history.json"
 BATCHES_FILE = "adacc_batches.json"
 COMPILED_FILE = "adacc_compiled.json"
 """Name of the file with the policy of a run with `torch_compile=True`."""
+COMPILED_FORMAT = "compiled_policy"
+"""Type of this file in its "format"."""
 
 
 def policy_file(path: str | Path, names: tuple[str, ...] = (POLICY_FILE, COMPILED_FILE)) -> Path:

@@ -13,7 +13,6 @@ from adacc_hf.artifacts.exact_recompute_rules import (
     is_function,
     is_statistic,
     source_activations,
-    upstream_activations,
     walk_back,
 )
 from adacc_hf.artifacts.host_link import HostLink
@@ -165,10 +164,6 @@ def unpack_order(events: Iterable[BackwardEvent]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(event.slot for event in events if not event.release))
 
 
-MAX_MERGED = 64
-"""Maximum number of cached results of `KindProfile.with_merged_values`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class KindProfile:
     """Profile of one kind of block: blocks of the same class, parameter shapes and recorded operators."""
@@ -270,7 +265,7 @@ class KindProfile:
         numbers (`exact_recompute_rules.py`)."""
         saved = [value for value in self.activations if value.saved]
         imprecise = {
-            v.index: upstream_activations(v.index, self._reads, self._is_activation)
+            v.index: frozenset(filter(self._is_activation, walk_back(self._reads(v.index), self._reads)[1]))
             for v in saved
             if v.is_far_recomputed or self._replay_draws_in_function(v.index)
         }
@@ -332,21 +327,10 @@ class KindProfile:
         """Return a copy in which operators and slots refer to the value `equal[v]` wherever they referred to `v`."""
         if not equal:
             return self
-        key = frozenset(equal.items())
-        if key not in self._merged:
-            if len(self._merged) >= MAX_MERGED:
-                self._merged.clear()
-            self._merged[key] = self._merge_values(equal)
-        return self._merged[key]
-
-    @cached_property
-    def _merged(self) -> dict[frozenset[tuple[int, int]], KindProfile]:
-        """Cache of `with_merged_values`. The solver's search calls this method with few distinct arguments."""
-        return {}
-
-    def _merge_values(self, equal: Mapping[int, int]) -> KindProfile:
         operators = (
-            replace(operator, inputs=tuple(dict.fromkeys(equal.get(v, v) for v in operator.inputs)))
+            operator
+            if equal.keys().isdisjoint(operator.inputs)
+            else replace(operator, inputs=tuple(dict.fromkeys(equal.get(v, v) for v in operator.inputs)))
             for operator in self.operators
         )
         replaced = {v: replace(self.values[v], saved=False, activation=False, equal_to=None) for v in equal}

@@ -97,26 +97,10 @@ class EarlierBlocks(NamedTuple):
         shared = profile.extra_shared_bytes(index, read) - profile.unread_shared_bytes(index, read)
         return block.forward_base_bytes + self.live_bytes, block.backward_base_bytes + shared + self.stored_bytes
 
-    def block_peak(self, profile: Profile, index: int, outcome: BlockOutcome) -> int:
-        """Return the peak in bytes of the forward and backward of block `index`, with this `outcome`."""
-        forward, backward = self.base_bytes(profile, index, outcome)
-        peak = forward + outcome.forward_working_bytes
-        return max(peak, backward + outcome.working_bytes) if outcome.moments else peak
-
     def head_peaks(self, profile: Profile) -> tuple[int, int]:
         """Return the peak bytes of (forward, backward) of the head and the loss, which run after all blocks."""
         outside, loss = profile.head_peaks(self.shared)
         return outside + self.live_bytes, loss + self.stored_bytes
-
-
-def step_peak_bytes(profile: Profile, outcomes: Sequence[BlockOutcome]) -> int:
-    """Return `simulate_blocks(profile, outcomes).peak_bytes`, faster, because no timeline is built."""
-    peaks = [profile.tail_peak_bytes, profile.optimizer_peak_bytes]
-    earlier = EarlierBlocks()
-    for index, outcome in enumerate(outcomes):
-        peaks.append(earlier.block_peak(profile, index, outcome))
-        earlier = earlier.with_block(outcome)
-    return max(*peaks, *earlier.head_peaks(profile))
 
 
 def _step_timeline(profile: Profile, outcomes: Sequence[BlockOutcome]) -> list[tuple[str, int]]:

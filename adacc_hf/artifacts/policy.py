@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from adacc_hf.artifacts.call_names import calls_per_block
 from adacc_hf.artifacts.errors import PolicyMismatchError
-from adacc_hf.artifacts.files import POLICY_FILE, from_fields, policy_file, read_json, write_json
+from adacc_hf.artifacts.files import POLICY_FILE, from_labelled, labelled, policy_file, read_json, write_json
 from adacc_hf.artifacts.tables import policy_tables
 from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.artifacts.units import format_bytes
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.kind_profile import CodecOption
 
 FORMAT_VERSION = 5
-COMPILED_FORMAT = "adacc_hf.compiled_policy"
-"""Value of "format" in the file of a policy for compiled graphs. See `adacc_hf/compiler/compiled_policy.py`."""
 HEADS = ("plain", "chunked")
 IDLE_KIND = "idle"
 """Placeholder for the tape's digest in the plan of an idle block (`price/idle_blocks.py`), which has no actions."""
@@ -83,17 +81,6 @@ class Choice:
     @classmethod
     def compress(cls, option: CodecOption) -> Choice:
         return cls(action=Action.COMPRESS, codec=option.codec, options=option.options)
-
-    def to_json(self) -> dict[str, Any]:
-        record: dict[str, Any] = {"action": self.action.value}
-        if self.codec is not None:
-            record |= {"codec": self.codec, "options": dict(self.options)}
-        return record
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Choice:
-        options = tuple(sorted(record.get("options", {}).items()))
-        return cls(action=Action.parse(record["action"]), codec=record.get("codec"), options=options)
 
 
 RETAIN = Choice(action=Action.RETAIN)
@@ -254,20 +241,12 @@ class Policy:
         """Return the policy as a small table, which notebooks show."""
         return policy_tables(self.describe(), self)
 
-    def __str__(self) -> str:
-        lines = [f"Policy: {self.summary()}"]
-        for index, plan in enumerate(self.plans):
-            names = [name for name, plan_index in self.blocks if plan_index == index]
-            lines.append(f"  plan {index}, kind {plan.kind[:12]}, {len(names)} blocks: {', '.join(names)}")
-            lines += [f"    activation {value:3d}  {choice}" for value, choice in plan.choices]
-        return "\n".join(lines)
-
     def save(self, path: str | Path) -> None:
         """Write the policy as JSON, atomically."""
         write_json(path, self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": "adacc_hf.policy", "version": FORMAT_VERSION, **asdict(self)}
+        return labelled(asdict(self), "policy", FORMAT_VERSION)
 
     @classmethod
     def load(cls, path: str | Path) -> Policy:
@@ -281,19 +260,9 @@ class Policy:
 
     @classmethod
     def from_json(cls, record: Any, source: str) -> Policy:
-        if not isinstance(record, dict) or record.get("format") != "adacc_hf.policy":
-            raise PolicyMismatchError(f"{source} is not an adacc_hf policy file: solve a policy and save it again")
-        if record.get("version") != FORMAT_VERSION:
-            raise PolicyMismatchError(
-                f"{source} has policy format version {record.get('version')!r}, this release reads {FORMAT_VERSION}: "
-                f"solve the policy again"
-            )
-        try:
-            policy = from_fields(cls, {name: v for name, v in record.items() if name not in ("format", "version")})
-            if policy.head not in HEADS or any(not 0 <= plan < len(policy.plans) for _, plan in policy.blocks):
-                raise ValueError("the head is unknown, or a block names a plan that is not in the file")
-            return policy
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PolicyMismatchError(
-                f"{source} is a damaged policy file ({type(error).__name__}: {error}): solve the policy again"
-            ) from error
+        return from_labelled(
+            cls, record, "policy", FORMAT_VERSION, PolicyMismatchError, source=source, advice="solve the policy",
+            check=lambda policy: (
+                policy.head in HEADS and all(0 <= plan < len(policy.plans) for _, plan in policy.blocks)
+            ),
+        )  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from adacc_hf.artifacts.errors import AdaccError
-from adacc_hf.artifacts.files import fields_of, from_fields, read_json, write_json
+from adacc_hf.artifacts.files import fields_of, from_labelled, labelled, read_json, write_json
 from adacc_hf.artifacts.kind_profile import KindProfile, Value
 from adacc_hf.artifacts.policy import Plan
 from adacc_hf.artifacts.size_model import Shapes, SizeModel, sizes_of
@@ -294,29 +294,16 @@ class Profile:
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, atomically."""
         # Without indent and copies, because a run saves its profile at each change of prices, with some 2,000 records.
-        record = {"format": "adacc_hf.profile", "version": FORMAT_VERSION, **fields_of(self)}
-        write_json(path, record, indent=None)
+        write_json(path, labelled(fields_of(self), "profile", FORMAT_VERSION), indent=None)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read a profile file. Raises FileNotFoundError, or AdaccError if the file is not a complete profile."""
         record = read_json(path, AdaccError, "profile")
-        if not isinstance(record, dict) or record.get("format") != "adacc_hf.profile":
-            raise AdaccError(f"{path} is not an adacc_hf profile: profile the model and save it again")
-        if record.get("version") != FORMAT_VERSION:
-            raise AdaccError(
-                f"{path} has profile format version {record.get('version')!r}, this release reads {FORMAT_VERSION}: "
-                f"profile the model again"
-            )
-        try:
-            profile = from_fields(cls, {name: v for name, v in record.items() if name not in ("format", "version")})
-            if any(not 0 <= block.kind < len(profile.kinds) for block in profile.blocks):
-                raise ValueError("a block names a kind that is not in the file")
-            return profile
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise AdaccError(
-                f"{path} is a damaged profile ({type(error).__name__}: {error}): profile the model again"
-            ) from error
+        return from_labelled(
+            cls, record, "profile", FORMAT_VERSION, AdaccError, source=str(path), advice="profile the model",
+            check=lambda profile: all(0 <= block.kind < len(profile.kinds) for block in profile.blocks),
+        )  # fmt: skip
 
 
 def _count(number: int, noun: str) -> str:

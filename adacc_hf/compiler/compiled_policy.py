@@ -7,20 +7,29 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx
 
 from adacc_hf.artifacts.errors import PolicyMismatchError
-from adacc_hf.artifacts.files import COMPILED_FILE, RecordFolder, policy_file, read_json, write_json
-from adacc_hf.artifacts.policy import COMPILED_FORMAT, RECOMPUTE, Action, Choice
+from adacc_hf.artifacts.files import (
+    COMPILED_FILE,
+    COMPILED_FORMAT,
+    fields_of,
+    from_fields,
+    from_labelled,
+    labelled,
+    policy_file,
+    read_json,
+    write_json,
+)
+from adacc_hf.artifacts.policy import RECOMPUTE, Action, Choice
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.compiler.functorch import cache_dir, inductor_config, maker_of
 from adacc_hf.compiler.joint_graph import JointGraph
 from adacc_hf.torch_glue.private import COMPILED_MODULE
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +71,6 @@ class RegionPlan:
             f"{len(self.stored) - num_compressed} tensors retained and {num_compressed} compressed; overhead "
             f"{self.overhead_ms:.2f} ms"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        stored = {name: choice.to_json() for name, choice in self.stored}
-        return {**vars(self), "stored": stored, "tensors": [vars(tensor) for tensor in self.tensors]}
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> RegionPlan:
-        stored = tuple((name, Choice.from_json(choice)) for name, choice in record["stored"].items())
-        tensors = tuple(GraphTensor.from_json(tensor) for tensor in record["tensors"])
-        return cls(**{**record, "stored": stored, "tensors": tensors})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,27 +126,17 @@ class CompiledPolicy:
 
     def save(self, path: str | Path) -> None:
         """Write the policy as JSON, atomically."""
-        regions = [plan.to_json() for plan in self.regions]
-        header = {"format": COMPILED_FORMAT, "version": FORMAT_VERSION}
-        made_for = {name: getattr(self, name) for name in ("share", "budget_bytes", "settled_for")}
-        write_json(path, {**header, **made_for, "regions": regions})
+        write_json(path, labelled(fields_of(self), COMPILED_FORMAT, FORMAT_VERSION))
 
     @classmethod
     def load(cls, path: str | Path) -> CompiledPolicy:
         """Read a policy from a file written by `save`, or from the folder of a run or a checkpoint with such a file.
         Raises FileNotFoundError, or PolicyMismatchError if the file is invalid."""
         record = read_json(policy_file(path, (COMPILED_FILE,)), PolicyMismatchError, "compiled policy")
-        try:
-            if (record["format"], record["version"]) != (COMPILED_FORMAT, FORMAT_VERSION):
-                raise ValueError(f"format {record['format']!r}, version {record['version']!r}")
-            regions = tuple(RegionPlan.from_json(region) for region in record["regions"])
-            fields = {name: record[name] for name in ("share", "budget_bytes", "settled_for")}
-            return cls(**fields, regions=regions)
-        except (KeyError, TypeError, ValueError) as error:
-            raise PolicyMismatchError(
-                f"{path} is not a complete compiled policy of version {FORMAT_VERSION} ({type(error).__name__}: "
-                f"{error}): delete the file to plan the regions again"
-            ) from error
+        return from_labelled(
+            cls, record, COMPILED_FORMAT, FORMAT_VERSION, PolicyMismatchError, source=str(path),
+            advice="delete it to plan the regions",
+        )  # fmt: skip
 
 
 def graph_digest(module: fx.GraphModule, num_outputs: int) -> str:
@@ -192,10 +181,6 @@ class GraphTensor:
     codec: str | None = None
     stored_bytes: int = 0
     """Bytes stored for backward, or 0 if the tensor is recomputed."""
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> GraphTensor:
-        return cls(**{**record, "shape": tuple(record["shape"])})
 
 
 def graph_tensors(
@@ -246,22 +231,23 @@ class PlanStore:
 
     def __init__(self, folder: str | Path | None = None) -> None:
         """Store the plans in `folder`, by default "adacc" in torch's cache directory."""
-        folder = Path(cache_dir()) / "adacc" if folder is None else Path(folder)
-        self._records = RecordFolder(folder, "plan", FORMAT_VERSION, PolicyMismatchError)
+        self._folder = Path(cache_dir()) / "adacc" if folder is None else Path(folder)
 
     def load(self, decision_key: str, digest: str) -> RegionPlan | None:
         """Return the stored plan for the graph with this `digest`, or None. A plan that was made with different
-        settings has a different `decision_key`, and is not returned."""
-        record = self._records.get(_stored_plan_name(decision_key, digest)) if _is_graph_cache_on() else None
-        return None if record is None else RegionPlan.from_json(record)
+        settings, or by other code, has a different `decision_key`, and is not returned."""
+        try:
+            record = read_json(self._path(decision_key, digest), PolicyMismatchError, "plan")
+        except FileNotFoundError:
+            return None
+        return from_fields(RegionPlan, record) if _is_graph_cache_on() else None
 
     def save(self, decision_key: str, plan: RegionPlan) -> None:
         if _is_graph_cache_on():
-            self._records.put(_stored_plan_name(decision_key, plan.digest), plan.to_json())
+            write_json(self._path(decision_key, plan.digest), plan)
 
-
-def _stored_plan_name(decision_key: str, digest: str) -> str:
-    return f"{digest}-{hashlib.sha256(decision_key.encode()).hexdigest()[:16]}"
+    def _path(self, decision_key: str, digest: str) -> Path:
+        return self._folder / f"{digest}-{hashlib.sha256(decision_key.encode()).hexdigest()[:16]}.plan.json"
 
 
 def _is_graph_cache_on() -> bool:

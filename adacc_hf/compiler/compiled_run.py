@@ -378,35 +378,29 @@ def begin_compiled_run(run: RunState) -> CompiledRun:
         return excluded_codec((choice for plan in policy.regions for _, choice in plan.stored), config)
 
     def load() -> tuple[CompiledPolicy | None, list[dict[str, Any]]]:
-        saved_file = None if checkpoint is None else Path(checkpoint) / COMPILED_FILE
-        if policy_file is not None or saved_file is None or not saved_file.is_file():
-            if policy_file is None:
-                return None, []
+        if policy_file is not None:
             policy = CompiledPolicy.load(policy_file)
-            reason = excluded_in(policy)
-            if reason is not None:
+            if reason := excluded_in(policy):
                 raise ValueError(
                     f"policy={str(policy_file)!r} {reason}: leave out this setting, or pass a policy that was planned "
                     f"with it"
                 )
             return policy, []
-        saved_policy, history = (
+        saved_file = None if checkpoint is None else Path(checkpoint) / COMPILED_FILE
+        if saved_file is None or not saved_file.is_file():
+            return None, []
+        policy, history = (
             CompiledPolicy.load(saved_file),
             read_json(saved_file.with_name(HISTORY_FILE), AdaccError, "history"),
         )
-        if saved_policy.settled_for != config.memory_budget:
-            announce(
-                "Adacc: %s is settled for memory_budget=%r, not %r: planning again",
-                saved_file,
-                saved_policy.settled_for,
-                config.memory_budget,
-            )
-            return None, history
-        reason = excluded_in(saved_policy)
-        if reason is not None:
-            announce("Adacc: %s %s: planning again", saved_file, reason)
-            return None, history
-        return saved_policy, history
+        if policy.settled_for != config.memory_budget:
+            reason = f"is settled for memory_budget={policy.settled_for!r}, not {config.memory_budget!r}"
+        else:
+            reason = excluded_in(policy)
+        if reason is None:
+            return policy, history
+        announce("Adacc: %s %s: planning again", saved_file, reason)
+        return None, history
 
     # The first rank decides, even if the others cannot read its files: all ranks must measure peaks, or none.
     policy, run.history = broadcast_from_first_rank(load)

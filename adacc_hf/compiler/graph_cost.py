@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from adacc_hf.artifacts.exact_recompute_rules import walk_back
 from adacc_hf.compiler.functorch import hint, op_types
 from adacc_hf.compiler.joint_graph import is_materialized, nbytes_of, readers, root_of
 from adacc_hf.kernels.codecs import Codec
@@ -85,32 +86,17 @@ def _is_encoding_fusible(node: fx.Node, forward: frozenset[fx.Node]) -> bool:
 
 def _is_reduced(node: fx.Node, forward: frozenset[fx.Node]) -> bool:
     """Return True if a forward kernel reduces the value's rows, directly or after elementwise operators."""
-    pending, visited = [node], {node}
-    while pending:
-        for user in forward.intersection(readers(pending.pop())) - visited:
-            if _is_reduction_of(user, node):
-                return True
-            visited.add(user)
-            if op_types().is_fusible(user):
-                pending.append(user)
-    return False
+    _, results = walk_back(
+        [node], lambda n: forward.intersection(readers(n)) if n is node or op_types().is_fusible(n) else None
+    )
+    return any(_is_reduction_of(result, node) for result in results)
 
 
 def _is_normalized(node: fx.Node) -> bool:
     """Return True if the value is computed elementwise from a reduction over its rows. An example is the output of a
     normalization layer."""
-    pending, visited = [node], {node}
-    while pending:
-        current = pending.pop()
-        if not op_types().is_fusible(current):
-            continue
-        for source in current.all_input_nodes:
-            if _is_reduction_of(source, node):
-                return True
-            if source not in visited:
-                visited.add(source)
-                pending.append(source)
-    return False
+    _, sources = walk_back([node], lambda n: n.all_input_nodes if op_types().is_fusible(n) else None)
+    return any(_is_reduction_of(source, node) for source in sources)
 
 
 def _is_reduction_of(result: fx.Node, source: fx.Node) -> bool:

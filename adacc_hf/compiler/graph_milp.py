@@ -15,7 +15,7 @@ from adacc_hf.artifacts.exact_recompute_rules import walk_back
 from adacc_hf.artifacts.kind_profile import CodecOption, KindProfile
 from adacc_hf.artifacts.policy import RETAIN, Choice
 from adacc_hf.kernels.codecs import precise_codec
-from adacc_hf.solve.linear_program import LinearProgram, Solver, SolverLog, Terms
+from adacc_hf.solve.linear_program import LinearProgram, Solver, Terms
 from adacc_hf.solve.milp import BlockVariables, KindModel, StoredForm
 
 
@@ -136,8 +136,8 @@ class _GraphProgram:
             self.program.constrain([*self.segment_bytes(segment), (peak, -1.0)], high=0.0)
         return peak
 
-    def best(self, costs: Terms, log: SolverLog) -> GraphChoice | None:
-        solution = Solver(self.program, log, integer=True).minimize(costs)
+    def best(self, costs: Terms) -> GraphChoice | None:
+        solution = Solver(self.program, integer=True).minimize(costs)
         if solution is None:
             return None
         menus = self._graph.model.menus
@@ -160,23 +160,23 @@ class _GraphProgram:
         return stored + recomputed
 
 
-def least_time(graph: GraphModel, cap_bytes: int, log: SolverLog, *, limits_peak: bool) -> GraphChoice | None:
+def least_time(graph: GraphModel, cap_bytes: int, *, limits_peak: bool) -> GraphChoice | None:
     """Return the fastest choice that stores at most `cap_bytes`, or None if no choice stores so little. If
     `limits_peak`, `cap_bytes` also limits the live bytes while a segment is recomputed."""
     program = _GraphProgram(graph)
     program.bound(cap_bytes, limits_peak=limits_peak)
-    return program.best(program.block.terms_ms(), log)
+    return program.best(program.block.terms_ms())
 
 
-def least_bytes(graph: GraphModel, log: SolverLog, *, limits_peak: bool) -> GraphChoice:
+def least_bytes(graph: GraphModel, *, limits_peak: bool) -> GraphChoice:
     """Return the fastest choice with the least stored bytes or, if `limits_peak`, with the least peak. The program is
     solved twice, for the least bytes and then for the least time. The second solve removes useless replays, which take
     time and need temporaries that the program does not count."""
     program = _GraphProgram(graph)
     costs = [(program.peak(), 1.0)] if limits_peak else program.block.terms_bytes(1 / 1024)
-    least = program.best(costs, log)
+    least = program.best(costs)
     assert least is not None, "storing everything is always a solution"
-    return least_time(graph, least.peak_bytes if limits_peak else least.nbytes, log, limits_peak=limits_peak) or least
+    return least_time(graph, least.peak_bytes if limits_peak else least.nbytes, limits_peak=limits_peak) or least
 
 
 def retaining_choice(graph: GraphModel, values: Iterable[int]) -> GraphChoice:

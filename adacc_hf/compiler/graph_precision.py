@@ -14,7 +14,6 @@ infinities.
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -151,28 +150,18 @@ sharp, its gradient is a small difference of numbers that are computed from thes
 COMPARISONS = {"lt", "le", "gt", "ge"}
 
 
-@dataclass(frozen=True)
-class PrecisionNeeds:
-    """Indices of the values of a compiled graph for which coarse codecs such as INT4 are too inaccurate."""
-
-    fine: frozenset[int]
-    """Values that may be compressed lossily only by the precise codec (INT8)."""
-    precise: frozenset[int]
-    """Values that must not be recomputed from a value stored by a coarser codec."""
-
-
-def precision_needs(joint: JointGraph) -> PrecisionNeeds:
-    """Return the indices of the values that need the precise codec (INT8). The result contains the inputs and the
-    result of fused attention, the inputs of exponentials and other operators that amplify errors, and the values that
-    are compared with a constant such as zero."""
+def precision_needs(joint: JointGraph) -> tuple[frozenset[int], frozenset[int]]:
+    """Return two sets of indices of values for which coarse codecs such as INT4 are too inaccurate: (values that may be
+    compressed lossily only by the precise codec (INT8), values that must not be recomputed from a value stored by a
+    coarser codec). They are the inputs and the result of fused attention, the inputs of exponentials and other
+    operators that amplify errors, and the values that are compared with a constant such as zero."""
     graph = joint.nodes[0].graph if joint.nodes else fx.Graph()
     factors = _sources_read_by(_is_factor_of, graph)
     # Products average errors out: hardly any element of a product of coarse values becomes zero by an error. So values
     # that are compared may be recomputed from coarse values.
-    compared = _sources_read_by(_is_compared_by, graph)
-    return PrecisionNeeds(
-        fine=_node_indices(joint, factors | compared), precise=_node_indices(joint, factors | exponents(graph))
-    )
+    fine, precise = factors | _sources_read_by(_is_compared_by, graph), factors | exponents(graph)
+    nodes = list(enumerate(joint.nodes))
+    return frozenset(i for i, node in nodes if node in fine), frozenset(i for i, node in nodes if node in precise)
 
 
 def _sources_read_by(is_reader: Callable[[fx.Node, fx.Node], bool], graph: fx.Graph) -> set[fx.Node]:
@@ -180,10 +169,6 @@ def _sources_read_by(is_reader: Callable[[fx.Node, fx.Node], bool], graph: fx.Gr
     computed elementwise."""
     nodes = {node for node in graph.nodes if node.op != "output" and any(is_reader(user, node) for user in node.users)}
     return elementwise_sources(graph, nodes)
-
-
-def _node_indices(joint: JointGraph, nodes: set[fx.Node]) -> frozenset[int]:
-    return frozenset(index for index, node in enumerate(joint.nodes) if node in nodes)
 
 
 def _is_factor_of(user: fx.Node, node: fx.Node) -> bool:

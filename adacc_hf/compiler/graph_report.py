@@ -14,7 +14,7 @@ from adacc_hf.reports.report import Record, event_parts, fallback_parts, percent
 from adacc_hf.reports.text_table import table_lines
 
 if TYPE_CHECKING:
-    from adacc_hf.compiler.compiled_policy import CompiledPolicy, GraphTensor, RegionPlan
+    from adacc_hf.compiler.compiled_policy import CompiledPolicy, RegionPlan
 
 GRAPHS_TITLE = "Adacc report: compiled graphs"
 NUMBERS = frozenset({"bytes", "stored"})
@@ -163,16 +163,15 @@ def describe_calls(plan: RegionPlan) -> str:
 
 def tensor_rows(plan: RegionPlan) -> list[tuple[str, ...]]:
     """Return a table of the tensors in a region's plan, with the columns of `HEADERS`."""
-    return [_graph_tensor_cells(tensor) for tensor in plan.tensors]
-
-
-def _graph_tensor_cells(tensor: GraphTensor) -> tuple[str, ...]:
-    return (
-        tensor.module or "-",
-        f"{tensor.name} ({tensor.operator.removeprefix('aten.')})",
-        f"{tensor.dtype}{list(tensor.shape)}",
-        format_bytes(tensor.nbytes),
-        tensor.action,
-        tensor.codec or "",
-        format_bytes(tensor.stored_bytes) if tensor.stored_bytes else "-",
-    )
+    return [
+        (
+            tensor.module or "-",
+            f"{tensor.name} ({tensor.operator.removeprefix('aten.')})",
+            f"{tensor.dtype}{list(tensor.shape)}",
+            format_bytes(tensor.nbytes),
+            tensor.action,
+            tensor.codec or "",
+            format_bytes(tensor.stored_bytes) if tensor.stored_bytes else "-",
+        )
+        for tensor in plan.tensors
+    ]

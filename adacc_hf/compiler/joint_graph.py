@@ -52,7 +52,9 @@ class JointGraph:
     def source_values(self, nodes: Iterable[fx.Node]) -> set[int]:
         """Return the indices of the values that share their storages with `nodes`. For a node of backward, return the
         forward values that the node is computed from."""
-        return {self._index[node] for node in source_nodes(nodes, self._index)}
+        index = self._index
+        sources, _ = walk_back(map(root_of, nodes), lambda n: None if n in index else map(root_of, n.all_input_nodes))
+        return {index[node] for node in sources}
 
     @cached_property
     def forward(self) -> frozenset[fx.Node]:
@@ -117,13 +119,6 @@ def _layout(node: fx.Node) -> tuple[str, tuple[Any, ...]]:
         if isinstance(tensor, torch.Tensor)
         else ("", ())
     )
-
-
-def source_nodes(nodes: Iterable[fx.Node], ends: Container[fx.Node]) -> Iterable[fx.Node]:
-    """Search back from `nodes`, through views and operators, and return the first nodes in `ends` on each path. A node
-    in `ends` is its own source."""
-    sources, _ = walk_back(map(root_of, nodes), lambda n: None if n in ends else map(root_of, n.all_input_nodes))
-    return sources
 
 
 def root_of(node: fx.Node) -> fx.Node:

@@ -36,7 +36,6 @@ from adacc_hf.compiler.graph_precision import precision_needs, precision_sensiti
 from adacc_hf.compiler.joint_graph import JointGraph, is_materialized, nbytes_of, read_joint_graph, root_of
 from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.price.timing import device_name
-from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.tape.execution_plan import codec_of
 
 log = logging.getLogger(__name__)
@@ -194,7 +193,7 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
             return replace(plan, tensors=tensors, reason="everything fits")
         graph = self._graph(joint)
         if allowed_bytes is None:
-            choice = least_bytes(graph, SolverLog(), limits_peak=self._of_peak)
+            choice = least_bytes(graph, limits_peak=self._of_peak)
         else:
             choice = self._solve(graph, plan, allowed_bytes)
         if (choice.peak_bytes if self._of_peak else choice.nbytes) >= plan.plain_bytes:
@@ -234,22 +233,21 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
             for operator, ms in zip(joint.kind.operators, times, strict=True)
         )
         store_ms = {index: keep_ms(node) for index, node in enumerate(joint.nodes)}
-        degraded, sensitive = precision_sensitive_nodes(joint), precision_needs(joint)
+        degraded, (fine, precise) = precision_sensitive_nodes(joint), precision_needs(joint)
         indices = range(len(joint.nodes))
-        codecs = {index: graph_codec_options(joint, index, self.config, degraded, sensitive.fine) for index in indices}
+        codecs = {index: graph_codec_options(joint, index, self.config, degraded, fine) for index in indices}
         live_bytes = [nbytes_of(node) if is_materialized(node) else 0 for node in joint.nodes]
         kind = replace(joint.kind, operators=operators)
-        return graph_model(kind, store_ms, codecs, live_bytes, sensitive.precise)
+        return graph_model(kind, store_ms, codecs, live_bytes, precise)
 
     def _solve(self, graph: GraphModel, plan: RegionPlan, allowed_bytes: int) -> GraphChoice:
         """Return the fastest choice for a region's graph within `allowed_bytes`. If no choice fits a budget in bytes,
         raise InfeasibleBudgetError. If the budget is a fraction and no choice fits, log a warning and return the choice
         with the least bytes. The region of the loss, for example, stores little and often cannot store less."""
-        solving = SolverLog()
-        choice = least_time(graph, allowed_bytes, solving, limits_peak=self._of_peak)
+        choice = least_time(graph, allowed_bytes, limits_peak=self._of_peak)
         if choice is not None:
             return choice
-        choice = least_bytes(graph, solving, limits_peak=self._of_peak)
+        choice = least_bytes(graph, limits_peak=self._of_peak)
         if self.policy.budget_bytes is not None:
             needed_bytes = min(choice.peak_bytes, plan.plain_bytes)
             raise InfeasibleBudgetError(

@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
-from adacc_hf.solve.linear_program import TOLERANCE, LinearProgram, Solver, SolverLog
+from adacc_hf.solve.linear_program import TOLERANCE, LinearProgram, Solver
 from adacc_hf.solve.milp import BlockVariables, KindModel, PricedPlan, retain_all
 
 SLOPE_TOLERANCE = 1e-6
@@ -38,9 +38,8 @@ plans."""
 class BlockProgram:
     """Integer program that chooses the plan of one block, solved for different prices or limits of memory."""
 
-    def __init__(self, log: SolverLog, model: KindModel) -> None:
+    def __init__(self, model: KindModel) -> None:
         program = LinearProgram()
-        self._log = log
         self._program = program
         self._block = BlockVariables(program, model)
         self._plain = retain_all(model)
@@ -99,12 +98,12 @@ class BlockProgram:
 
     @cached_property
     def _relaxation(self) -> Solver:
-        return Solver(self._program, self._log, integer=False)
+        return Solver(self._program, integer=False)
 
     @cached_property
     def _integer(self) -> Solver:
         """Solver of the integer program, used if the solution of the linear relaxation is fractional."""
-        return Solver(self._program, self._log, integer=True)
+        return Solver(self._program, integer=True)
 
     def _solution(self, solver: Solver, costs: list[tuple[int, float]], limit: float) -> Sequence[float]:
         solver.bound(self._limit, high=limit)

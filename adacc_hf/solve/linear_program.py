@@ -12,7 +12,6 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from threading import Thread
@@ -63,7 +62,9 @@ class LinearProgram:
         """Add a row that keeps the sum of `terms` between `low` and `high`. Return the row's number."""
         import pulp
 
-        total = combine(terms)
+        total: dict[int, float] = defaultdict(float)
+        for variable, coefficient in terms:
+            total[variable] += coefficient
         if low == -math.inf:
             # PuLP accepts no infinite bound, so use the maximum of the sum instead.
             maximum = sum(max(0.0, coefficient) * self.variables[x].upBound for x, coefficient in total.items())
@@ -89,14 +90,6 @@ def _import_pulp() -> None:
         thread.join()
 
 
-def combine(terms: Terms) -> dict[int, float]:
-    """Add up `terms`, pairs of a variable's number and a coefficient. Return the total coefficient of each variable."""
-    total: dict[int, float] = defaultdict(float)
-    for variable, coefficient in terms:
-        total[variable] += coefficient
-    return dict(total)
-
-
 @cache
 def silence_highs() -> None:
     """Construct the process's first HiGHS model without output.
@@ -120,21 +113,13 @@ def silence_highs() -> None:
         os.close(stdout_copy)
 
 
-@dataclass
-class SolverLog:
-    """Statistics of the HiGHS runs of a search."""
-
-    num_solves: int = 0
-
-
 class Solver:
     """HiGHS model of a linear or integer program. `minimize` can be called repeatedly, with changed costs or bounds."""
 
-    def __init__(self, program: LinearProgram, log: SolverLog, *, integer: bool) -> None:
+    def __init__(self, program: LinearProgram, *, integer: bool) -> None:
         import numpy
         import pulp
 
-        self._log = log
         self._integer = integer
         silence_highs()
         problem = program.problem
@@ -179,7 +164,6 @@ class Solver:
         if not self._is_solved():
             self._highs.clearSolver()  # from the last basis, HiGHS may stall on rounding errors
             self._highs.run()
-        self._log.num_solves += 1
         if not self._is_solved():
             return None
         return numpy.array(self._highs.getSolution().col_value)[self._columns].tolist()

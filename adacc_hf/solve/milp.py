@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.plans import checkpoint_plan, plain_plan
@@ -116,8 +116,11 @@ def build_block_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
     runnable: set[int] = set()
     if Action.RECOMPUTE in config.parsed_actions:
         for operator in kind.operators:
-            available = (_is_readable_in_replay(kind.values[value], menus, runnable) for value in operator.inputs)
-            if operator.replayable and all(available):
+            inputs = [kind.values[value] for value in operator.inputs]
+            if operator.replayable and all(
+                _is_always_readable(v) or v.index in menus or (v.recomputable and v.producer in runnable)
+                for v in inputs
+            ):
                 runnable.add(operator.index)
     checkpoints = tuple(_checkpoint_plans(profiled_kind, config))
     return KindModel(profiled_kind, kind, menus, frozenset(runnable), checkpoints)
@@ -173,14 +176,6 @@ def _codec_forms(kind: KindProfile, value: Value, config: AdaccConfig) -> list[S
         and (config.max_error is None or option.error <= config.max_error)
         and option.nbytes < value.nbytes
     ]
-
-
-def _is_readable_in_replay(value: Value, menus: Mapping[int, Any], runnable: set[int]) -> bool:
-    """Return True if a replayed operator can read `value`. The value must be readable whatever the choices are
-    (`_is_always_readable`), or have a menu of stored forms in `menus`, or be recomputable by an operator in
-    `runnable`."""
-    is_recomputable = value.recomputable and value.producer in runnable
-    return _is_always_readable(value) or value.index in menus or is_recomputable
 
 
 def _is_always_readable(value: Value) -> bool:

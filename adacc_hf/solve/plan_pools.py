@@ -19,7 +19,6 @@ import numpy as np
 
 from adacc_hf.solve.bounds import TimeBound
 from adacc_hf.solve.frontier import BlockProgram
-from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import PricedPlan, build_block_model, retain_all
 from adacc_hf.solve.tiling import most_tiles_of
 
@@ -67,10 +66,10 @@ class Columns(NamedTuple):
 class PlanPool:
     """Candidates for the blocks of one kind, which has several variants: without and with host memory or tiles."""
 
-    def __init__(self, variants: Sequence[KindProfile], config: AdaccConfig, log: SolverLog, limits_peak: bool) -> None:
+    def __init__(self, variants: Sequence[KindProfile], config: AdaccConfig, limits_peak: bool) -> None:
         self.variants: list[KindProfile] = []
         self.candidates: list[Candidate] = []
-        self._config, self._log = config, log
+        self._config = config
         self._programs: list[BlockProgram] = []
         self._columns: dict[bool, Columns] = {}
         # The fewest stored bytes do not depend on times, but the least peak of plans on a frontier does.
@@ -84,7 +83,7 @@ class PlanPool:
             model = build_block_model(variant, self._config)
             number = len(self.variants)
             self.variants.append(variant)
-            self._programs.append(BlockProgram(self._log, model))
+            self._programs.append(BlockProgram(model))
             for plan in (retain_all(model), *model.checkpoints):
                 self._add(number, plan, is_timed=False)
             if not self._is_timed:
@@ -100,7 +99,7 @@ class PlanPool:
         self._add_variants(variants)
         for number, variant in enumerate(self.variants):
             by_bytes = build_block_model(with_times_by_bytes(variant), self._config)
-            for plan in BlockProgram(self._log, by_bytes).frontier():
+            for plan in BlockProgram(by_bytes).frontier():
                 self._add(number, PricedPlan.of(variant, plan.plan), is_timed=False)
 
     def refine(self, variant: int, nbytes: int) -> Candidate | None:
@@ -150,7 +149,6 @@ class PlanPools:
     """Pools of the kinds of blocks in a profile, for all heads and budgets."""
 
     def __init__(self, profile: Profile, config: AdaccConfig, *, limits_peak: bool, host_limit: int) -> None:
-        self.log = SolverLog()
         self._profile, self._config = profile, config
         # The fewest stored bytes are on each kind's frontier, and recomputation reaches them at less cost than tiles.
         self.is_extended = not limits_peak
@@ -161,7 +159,7 @@ class PlanPools:
         """Pool of each kind of block, by the kind's index in the profile."""
         indices = sorted({block.kind for block in self._profile.blocks})
         variants = {index: self._with_host_limits(self._profile.kinds[index]) for index in indices}
-        return {index: PlanPool(each, self._config, self.log, self._limits_peak) for index, each in variants.items()}
+        return {index: PlanPool(each, self._config, self._limits_peak) for index, each in variants.items()}
 
     @cached_property
     def bound(self) -> TimeBound:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from adacc_hf.artifacts.config import Budget
-from adacc_hf.artifacts.memory_simulator import EarlierBlocks, simulate_blocks, step_peak_bytes
+from adacc_hf.artifacts.memory_simulator import EarlierBlocks, simulate_blocks
 from adacc_hf.solve.bounds import least_outcome
 from adacc_hf.solve.plan_pools import NS_PER_MS, Candidate, Columns, PlanPools
 from adacc_hf.solve.simple_policies import policy_of_plans
@@ -139,18 +139,18 @@ class PolicySearch:
         policy = self.fitting(limits.with_budget(most_bytes))
         if policy is None:
             return None
-        low, high = 0, self._needed_bytes(policy, budget)
+        low, high = 0, self._needed_bytes([each.outcome for each in policy], budget)
         while low < high:
             middle = (low + high) // 2
             candidate = self.fitting(limits.with_budget(middle))
             if candidate is None:
                 low = middle + 1
             else:
-                policy, high = candidate, self._needed_bytes(candidate, budget)
+                policy, high = candidate, self._needed_bytes([each.outcome for each in candidate], budget)
         return self.policy_of(policy)
 
-    def _needed_bytes(self, policy: Sequence[Candidate], budget: Budget) -> int:
-        outcome = simulate_blocks(self.profile, [each.outcome for each in policy])
+    def _needed_bytes(self, blocks: Sequence[BlockOutcome], budget: Budget) -> int:
+        outcome = simulate_blocks(self.profile, blocks)
         return outcome.peak_bytes if budget.limits_peak else outcome.stored_bytes
 
     def bound_ms(self, budget: Budget) -> float:
@@ -171,10 +171,7 @@ class PolicySearch:
     def bound_bytes(self, budget: Budget) -> int:
         """Return a lower bound on the bytes that all policies need."""
         least = self._least_outcomes(stored=True)
-        outcomes = [least[block.kind] for block in self.profile.blocks]
-        if budget.limits_peak:
-            return step_peak_bytes(self.profile, outcomes)
-        return self._fixed_bytes + sum(outcome.stored_bytes for outcome in outcomes)
+        return self._needed_bytes([least[block.kind] for block in self.profile.blocks], budget)
 
     def _least_outcomes(self, *, stored: bool) -> dict[int, BlockOutcome]:
         pools = self.pools.by_kind
@@ -199,7 +196,7 @@ class PolicySearch:
     def _refine(self, policy: Sequence[Candidate], limits: Limits) -> None:
         """Add plans to the pools that use the bytes that `policy` leaves free: for one block of each kind, and for all
         its blocks alike."""
-        free_bytes = limits.budget.nbytes - self._needed_bytes(policy, limits.budget)
+        free_bytes = limits.budget.nbytes - self._needed_bytes([each.outcome for each in policy], limits.budget)
         used: dict[tuple[int, int], list[int]] = {}
         for block, candidate in zip(self.profile.blocks, policy, strict=True):
             used.setdefault((block.kind, candidate.variant), []).append(candidate.outcome.stored_bytes)

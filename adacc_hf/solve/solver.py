@@ -58,7 +58,6 @@ def solve_policy(
         **({} if config.host_memory is None else {"host_limit_bytes": host_limit}),
         "status": "plain" if policy.is_plain else "optimal" if gap == 0.0 else "feasible",
         "gap": gap,
-        "solves": searches[0].pools.log.num_solves,
         "seconds": time.perf_counter() - start,
     }
     policy = replace(policy, facts=tuple(facts.items()))

@@ -4,10 +4,11 @@ from typing import ClassVar
 
 import torch
 from kernel_code import TARGETS, KernelCode, Launch, compile_for
-from triton_round_trips import channel_int4
+from triton_round_trips import channel_int4, round_trip
 
 from adacc_hf.kernels import channel_int4_triton
 from adacc_hf.kernels._symmetric import GROUP_SIZES
+from adacc_hf.kernels.codecs import get_codec
 
 
 class TestCode(KernelCode):
@@ -16,6 +17,6 @@ class TestCode(KernelCode):
 
     def test_group_sizes_compile_for_odd_widths(self, launches: list[Launch]) -> None:
         for group_size in GROUP_SIZES:
-            channel_int4_triton.encode(torch.ones(7, 33), group_size, -1 / 8)
+            round_trip(get_codec("channel_int4", group_size=group_size), torch.ones(7, 33))
         for launch in launches:
             assert compile_for(launch, TARGETS["sm_90"]).asm["ptx"]

@@ -237,22 +237,19 @@ def test_a_formula_makes_a_codec(layout, keeps_rows, monkeypatch):
 def test_kernels_are_taken_where_they_are_built(is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def encode(x: Tensor, *_: object) -> tuple[Tensor, ...]:
+    def encode(x: Tensor, codes: Tensor) -> None:
         calls.append("encode")
-        return (x.half(),)
+        codes.copy_(x)
 
-    def decode(out: Tensor, codes: Tensor, *_: object) -> None:
+    def decode(out: Tensor, codes: Tensor) -> None:
         calls.append("decode")
         out.copy_(codes)
 
     class WithKernels(Halved):
         cpu = Kernels(encode, decode)
 
-        def _encode_by(self, kernels: Kernels, x: Tensor) -> tuple[Tensor, ...]:
-            return kernels.encode(x)
-
-        def _decode_by(self, kernels: Kernels, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
-            kernels.decode(out, *tensors)
+        def layout(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+            return ((shape, torch.float16),)
 
     monkeypatch.setattr(_cpu, "library", lambda: object() if is_built else None)
     x = _noise(torch.float32)

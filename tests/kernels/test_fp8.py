@@ -72,7 +72,8 @@ def test_every_code_stands_for_torchs_number() -> None:
     codes = codes[(codes & 127) != 127]  # these codes are NaN, and no encoder produces them
     numbers = codes.view(torch.float8_e4m3fn).float()
     peaks = torch.full((codes.numel(),), 448.0, dtype=torch.bfloat16)
-    decoded = fp8.decode_ref(torch.float32, 16, codes[:, None], peaks)[:, 0]
+    codec = get_codec("fp8", group_size=16)
+    decoded = codec.decode_traceable((codes[:, None], peaks), (codes.numel(), 1), torch.float32)[:, 0]
     compiled = torch.empty(codes.numel(), 1)
     _cpu.decode_fp8(compiled, codes[:, None], peaks, 16, fp8.FACTOR)
     assert torch.equal(decoded, numbers)

@@ -5,15 +5,15 @@ from typing import ClassVar
 
 import torch
 from kernel_code import CHANNELS, ROWS, TARGETS, KernelCode, Launch, compile_for, spilled, wide_accesses
-from triton_round_trips import outlier_int4
+from triton_round_trips import outlier_int4, round_trip
 
 from adacc_hf.kernels import outlier_int4_triton
 from adacc_hf.kernels._symmetric import GROUP_SIZES
+from adacc_hf.kernels.codecs import get_codec
 
 
 class TestCode(KernelCode):
     module = outlier_int4_triton
-    varying_arguments: ClassVar = {"num_outliers"}
     round_trips: ClassVar = {"outlier_int4": outlier_int4, "outlier_int4-raw": lambda x: outlier_int4(x, 8)}
     one_by_one: ClassVar = {"outlier_int4-raw": lambda x: outlier_int4(x, 1)}
 
@@ -25,6 +25,6 @@ class TestCode(KernelCode):
 
     def test_group_sizes_compile_for_odd_widths(self, launches: list[Launch]) -> None:
         for group_size in GROUP_SIZES:
-            outlier_int4_triton.encode(torch.ones(7, 33), None, None, group_size)
+            round_trip(get_codec("outlier_int4", group_size=group_size), torch.ones(7, 33))
         for launch in launches:
             assert compile_for(launch, TARGETS["sm_90"]).asm["ptx"]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adacc_hf.kernels import _symmetric, asymmetric_int4
+from adacc_hf.kernels.codecs import get_codec
 
 FACTORS = {-1 / 8: 4, 1 / 8: 4, 1 / 127: 8}  # bits of a code, by the factor from peak to scale
 GROUPS, SIZE = 6, 16
@@ -61,8 +62,9 @@ def test_symmetric_error_is_within_the_bound_on_every_element(seed, dtype, facto
 )
 def test_asymmetric_error_is_within_the_bound_on_every_element(seed, dtype, shift):
     x = (_groups(seed, torch.float32).clamp(-1e4, 1e4) + shift).to(dtype)
-    codes, offsets, half_ranges = asymmetric_int4.encode_ref(x.view(-1), SIZE)
-    restored = asymmetric_int4.decode_ref(x.numel(), codes, offsets, half_ranges).view(x.shape).double()
+    codec = get_codec("asymmetric_int4", group_size=SIZE)
+    codes, offsets, half_ranges = codec.encode_traceable(x)
+    restored = codec.decode_traceable((codes, offsets, half_ranges), tuple(x.shape), dtype).double()
     step = (half_ranges.double() * 2 * asymmetric_int4.FACTOR)[:, None]
     steps = torch.where(step == 0, 0.0, (x.double() - offsets.double()[:, None]) / step)
     bound = _steps_bound(steps, 0, 15) * step
@@ -85,8 +87,8 @@ def test_the_signed_scale_is_exact_at_the_peak_where_the_papers_clips() -> None:
 def test_zeros_of_a_causal_mask_stay_zero_in_softmax() -> None:
     attention = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).softmax(-1)
     attention[:, 40:] = 0
-    tensors = asymmetric_int4.encode_ref(attention.view(-1), 64)
-    restored = asymmetric_int4.decode_ref(attention.numel(), *tensors).view(8, 64)
+    codec = get_codec("asymmetric_int4")
+    restored = codec.decode_traceable(codec.encode_traceable(attention), (8, 64), torch.float32)
     assert bool((restored[:, 40:] == 0).all())
     assert bool((restored[:, :40].amax(1) > 0).all())
 

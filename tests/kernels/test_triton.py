@@ -9,13 +9,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from adacc_hf.kernels import asymmetric_int4, bitmask, channel_int4, fp8, int8, outlier_int4, token_int4
+from adacc_hf.kernels import bitmask, outlier_int4
+from adacc_hf.kernels.codecs import Codec, get_codec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [*(["cpu"] if INTERPRETED else []), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -26,99 +29,53 @@ SHAPES = [(1, 1), (1, 100), (3, 63), (64, 256), (129, 70), (5, 700), (0, 8)]
 
 @dataclass
 class Pair:
-    """A codec's two implementations, with the same arguments."""
+    """A codec's kernels and its formulas, for one tensor."""
 
-    encode_ref: Callable[..., tuple[Tensor, ...]]
-    encode: Callable[..., tuple[Tensor, ...]]
-    decode_ref: Callable[..., Tensor]
-    decode: Callable[..., None]
+    codec: Codec
+    x: Tensor
+
+    @property
+    def kernels(self) -> Any:
+        return import_module(f"adacc_hf.kernels.{self.codec.triton}")
+
+    def encode(self) -> tuple[Tensor, ...]:
+        return self.codec.encode_by(self.kernels, self.x if self.codec.keeps_rows else self.x.view(-1))
+
+    def decode(self, out: Tensor, tensors: tuple[Tensor, ...]) -> None:
+        self.codec.decode_by(self.kernels, out if self.codec.keeps_rows else out.view(-1), tensors)
+
+    def encode_ref(self) -> tuple[Tensor, ...]:
+        if isinstance(self.codec, outlier_int4.OutlierInt4):
+            indices = self.codec.outliers.indices if self.codec.outliers else None
+            return outlier_int4.encode_ref(self.x, indices, self.codec.group_size)
+        return self.codec.encode_traceable(self.x)
+
+    def decode_ref(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return self.codec.decode_traceable(tensors, tuple(self.x.shape), self.x.dtype)
 
 
-def _outlier(x: Tensor, count: int, group_size: int) -> Pair:
-    from adacc_hf.kernels import outlier_int4_triton as kernels
-
-    indices = keep = None
+def _outlier(x: Tensor, count: int, group_size: int) -> Codec:
+    codec = outlier_int4.OutlierInt4(group_size, count)
     if count:
         outliers = outlier_int4.choose_outliers(outlier_int4.channel_sums(x.cpu()), count, group_size, x.element_size())
-        indices, keep = outliers.indices.to(x.device), outliers.keep.to(x.device)
-    shape = tuple(x.shape)
-    return Pair(
-        lambda: outlier_int4.encode_ref(x, indices, group_size),
-        lambda: kernels.encode(x, indices, keep, group_size),
-        lambda *t: outlier_int4.decode_ref(shape, x.dtype, *t),
-        kernels.decode,
-    )
+        codec.outliers = replace(outliers, indices=outliers.indices.to(x.device), keep=outliers.keep.to(x.device))
+    return codec
 
 
-def _channel(x: Tensor, group_size: int) -> Pair:
-    from adacc_hf.kernels import channel_int4_triton as kernels
-
-    return Pair(
-        lambda: channel_int4.encode_ref(x, group_size),
-        lambda: kernels.encode(x, group_size, channel_int4.FACTOR),
-        lambda *t: channel_int4.decode_ref(tuple(x.shape), x.dtype, *t),
-        lambda out, *t: kernels.decode(out, *t, channel_int4.FACTOR),
-    )
-
-
-def _token(x: Tensor) -> Pair:
-    from adacc_hf.kernels import token_int4_triton as kernels
-
-    return Pair(
-        lambda: token_int4.encode_ref(x),
-        lambda: kernels.encode(x),
-        lambda *t: token_int4.decode_ref(tuple(x.shape), x.dtype, *t),
-        kernels.decode,
-    )
-
-
-def _int8(x: Tensor, group_size: int) -> Pair:
-    from adacc_hf.kernels import int8_triton as kernels
-
-    return Pair(
-        lambda: int8.encode_ref(x.view(-1), group_size),
-        lambda: kernels.encode(x.view(-1), group_size),
-        lambda *t: int8.decode_ref(x.numel(), x.dtype, *t).view(x.shape),
-        lambda out, *t: kernels.decode(out.view(-1), *t),
-    )
-
-
-def _fp8(x: Tensor, group_size: int) -> Pair:
-    from adacc_hf.kernels import fp8_triton as kernels
-
-    return Pair(
-        lambda: fp8.encode_ref(x, group_size),
-        lambda: kernels.encode(x, group_size),
-        lambda *t: fp8.decode_ref(x.dtype, group_size, *t),
-        lambda out, *t: kernels.decode(out, *t, group_size),
-    )
-
-
-def _asymmetric(x: Tensor, group_size: int) -> Pair:
-    from adacc_hf.kernels import asymmetric_int4_triton as kernels
-
-    return Pair(
-        lambda: asymmetric_int4.encode_ref(x.view(-1), group_size),
-        lambda: kernels.encode(x.view(-1), group_size, asymmetric_int4.FACTOR),
-        lambda *t: asymmetric_int4.decode_ref(x.numel(), *t).view(x.shape),
-        lambda out, *t: kernels.decode(out.view(-1), *t, asymmetric_int4.FACTOR),
-    )
-
-
-CASES: dict[str, Callable[[Tensor], Pair]] = {
+CASES: dict[str, Callable[[Tensor], Codec]] = {
     "outlier": lambda x: _outlier(x, 0, 64),
     "outlier-raw": lambda x: _outlier(x, min(3, x.shape[1]), 64),
     "outlier-raw-many": lambda x: _outlier(x, min(70, x.shape[1]), 64),
     "outlier-raw-g16": lambda x: _outlier(x, 1, 16),
-    "channel": lambda x: _channel(x, 64),
-    "channel-g16": lambda x: _channel(x, 16),
-    "token": _token,
-    "int8": lambda x: _int8(x, 64),
-    "int8-g1024": lambda x: _int8(x, 1024),
-    "fp8": lambda x: _fp8(x, 128),
-    "fp8-g16": lambda x: _fp8(x, 16),
-    "asymmetric": lambda x: _asymmetric(x, 64),
-    "asymmetric-g32": lambda x: _asymmetric(x, 32),
+    "channel": lambda x: get_codec("channel_int4"),
+    "channel-g16": lambda x: get_codec("channel_int4", group_size=16),
+    "token": lambda x: get_codec("token_int4"),
+    "int8": lambda x: get_codec("int8"),
+    "int8-g1024": lambda x: get_codec("int8", group_size=1024),
+    "fp8": lambda x: get_codec("fp8"),
+    "fp8-g16": lambda x: get_codec("fp8", group_size=16),
+    "asymmetric": lambda x: get_codec("asymmetric_int4"),
+    "asymmetric-g32": lambda x: get_codec("asymmetric_int4", group_size=32),
 }
 
 
@@ -134,13 +91,14 @@ def _poisoned(x: Tensor) -> Tensor:
     return torch.full_like(x, float("nan")) if x.is_floating_point() else torch.full_like(x, 77)
 
 
-def _assert_equal(pair: Pair, x: Tensor) -> None:
+def _assert_equal(codec: Codec, x: Tensor) -> None:
+    pair = Pair(codec, x)
     tensors, expected = pair.encode(), pair.encode_ref()
     for tensor, expected_tensor in zip(tensors, expected, strict=True):
         torch.testing.assert_close(tensor, expected_tensor, rtol=0, atol=0)
     out = _poisoned(x)
-    pair.decode(out, *tensors)
-    torch.testing.assert_close(out, pair.decode_ref(*expected), rtol=0, atol=0)
+    pair.decode(out, tensors)
+    torch.testing.assert_close(out, pair.decode_ref(expected), rtol=0, atol=0)
 
 
 def _is_quick(case: str, shape: tuple[int, ...]) -> bool:
@@ -186,10 +144,10 @@ def test_extreme_values_are_bit_equal(case: str, dtype: torch.dtype, device: str
 def test_what_is_not_finite_decodes_alike(case: str, dtype: torch.dtype, device: str) -> None:
     x = _tensor((130, 64), dtype, device)
     x[2, 3], x[70, 9], x[129, 63] = float("nan"), float("-inf"), float("inf")
-    pair = CASES[case](x)
+    pair = Pair(CASES[case](x), x)
     out = _poisoned(x)
-    pair.decode(out, *pair.encode())
-    expected = pair.decode_ref(*pair.encode_ref())
+    pair.decode(out, pair.encode())
+    expected = pair.decode_ref(pair.encode_ref())
     # NaN and the infinities may be decoded to any of them, and their codes are unspecified.
     assert torch.equal(out.isfinite(), expected.isfinite())
     assert not out.isfinite()[[2, 70, 129], [3, 9, 63]].any()
@@ -200,25 +158,20 @@ def test_what_is_not_finite_decodes_alike(case: str, dtype: torch.dtype, device:
 @pytest.mark.parametrize("device", DEVICES)
 def test_fp8_rounds_midpoints_as_torch_casts(device: str) -> None:
     """The input has every number of E4M3 and every midpoint, with the float32 on both sides, next to a peak of 448."""
-    from adacc_hf.kernels import fp8_triton
-
     numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     points = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2])
     points = torch.cat([points, points.nextafter(torch.tensor(0.0)), points.nextafter(torch.tensor(448.0))])
     x = torch.full((2 * points.numel(), 16), 448.0)
     x[:, 3] = torch.cat([points, -points])
-    codes, peaks = fp8_triton.encode(x.to(device), 16)
+    codes, peaks = Pair(get_codec("fp8", group_size=16), x.to(device)).encode()
     assert bool((peaks == 448).all())
     assert torch.equal(codes.cpu(), x.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_longer_than_a_block_are_bit_equal(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from adacc_hf.kernels import token_int4_triton
-
-    monkeypatch.setattr(token_int4_triton, "MAX_BLOCK", 256)
+def test_rows_longer_than_a_block_are_bit_equal(device: str) -> None:
     x = _tensor((5, 4500), torch.float32, device)
-    _assert_equal(_token(x), x)
+    _assert_equal(get_codec("token_int4"), x)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -230,8 +183,9 @@ def test_masks_are_bit_equal(with_pattern: bool, numel: int, dtype: torch.dtype,
 
     x = torch.rand(numel, generator=torch.Generator().manual_seed(0)) > 0.5
     x = (x.to(dtype) * (-5 if with_pattern else 1)).to(device)
-    packed, *pattern = bitmask_triton.encode(x, with_pattern)
     expected = bitmask.encode_ref(x, with_pattern)
+    packed, *pattern = map(torch.empty_like, expected)
+    bitmask_triton.encode(x, packed, *pattern)
     assert torch.equal(packed, expected[0])
     if with_pattern and bool(x.any()):
         assert torch.equal(pattern[0], expected[1])

@@ -227,7 +227,7 @@ def fitted_bytes(handle):
     """Return the bytes of the channels that the codecs have chosen, which a tracking step chooses again. The simulator
     does not count them, and the measurement does not see that the earlier ones are freed."""
     entries = [entry for strategy in handle.plans.strategies.values() for entry in strategy.entries.recorded.values()]
-    fitted = [getattr(codec, "_outliers", None) for entry in entries for codec in entry.codecs.values()]
+    fitted = [getattr(codec, "outliers", None) for entry in entries for codec in entry.codecs.values()]
     return sum(outliers.indices.nbytes + outliers.keep.nbytes for outliers in fitted if outliers is not None)
 
 

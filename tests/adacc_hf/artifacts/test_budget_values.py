@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from adacc_hf.artifacts.budget_values import check_memory_budget, parse_budget
+from adacc_hf.artifacts.budget_values import check_memory_budget
 from adacc_hf.artifacts.config import AdaccConfig
 
 BUDGETS = 'use "auto", a float in (0, 1] (fraction of the bytes that plain training stores), an int from 65536 (bytes)'
@@ -90,12 +90,3 @@ def test_a_fraction_may_be_text(text, fraction):
 def test_other_sizes_of_host_memory_are_refused(setting, start):
     with pytest.raises(ValueError, match=re.escape(start + HOST_SIZES)):
         AdaccConfig(host_memory=setting)
-
-
-@pytest.mark.parametrize(
-    ("text", "budget"),
-    [("0.5", 0.5), ("1", 1), ("1.0", 1.0), ("21474836480", 20 * 2**30), ("auto", "auto"), ("2MB", "2MB")],
-)
-def test_a_command_line_budget_is_a_number_if_it_can_be(text, budget):
-    assert parse_budget(text) == budget
-    assert type(parse_budget(text)) is type(budget)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from adacc_hf.artifacts.errors import AdaccError
-from adacc_hf.artifacts.files import COMPILED_FILE, POLICY_FILE, RecordFolder, policy_file, read_json, write_json
+from adacc_hf.artifacts.files import COMPILED_FILE, POLICY_FILE, policy_file, read_json, write_json
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -53,18 +53,6 @@ def test_a_file_that_is_not_json_is_refused_by_the_callers_error(tmp_path, conte
 def test_a_folder_in_place_of_a_file_is_named(tmp_path):
     with pytest.raises(IsADirectoryError, match=r"record file .* is a folder: name the record file in it"):
         read_json(tmp_path, AdaccError, "record")
-
-
-def test_records_are_found_by_name_and_by_those_who_wrote_them(tmp_path):
-    records = RecordFolder(tmp_path / "new", "pair", 2, AdaccError)
-    assert records.get("a") is None
-    assert not (tmp_path / "new").exists()
-    records.put("b", Pair(1, 2))
-    records.put("a", [3])
-    assert records.get("b") == {"left": 1, "right": 2}
-    assert RecordFolder(tmp_path / "new", "other", 2, AdaccError).get("b") is None
-    with pytest.raises(AdaccError, match=r"pair file .*b\.pair\.json is not of version 3: delete it"):
-        RecordFolder(tmp_path / "new", "pair", 3, AdaccError).get("b")
 
 
 def test_the_policy_file_of_a_folder_is_found(tmp_path):

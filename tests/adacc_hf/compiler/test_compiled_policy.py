@@ -41,12 +41,20 @@ def test_summaries_tell_what_is_stored_or_why_nothing_was_decided() -> None:
     assert POLICY.regions[1].summary() == "region 1: partitioned by torch.compile: everything fits"
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"format": "other"}, {"regions": [{}]}, {"regions": None}])
-def test_other_files_are_refused(tmp_path: Path, change: dict) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "format version 2, this release reads 5"),
+        ({"format": "other"}, "is not an adacc_hf compiled_policy file"),
+        ({"regions": [{}]}, "is a damaged compiled_policy file"),
+        ({"regions": None}, "is a damaged compiled_policy file"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, change: dict, message: str) -> None:
     path = tmp_path / "policy.json"
     POLICY.save(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(PolicyMismatchError, match="is not a complete compiled policy of version 4"):
+    with pytest.raises(PolicyMismatchError, match=f"{message}.*: delete it to plan the regions again"):
         CompiledPolicy.load(path)
 
 

@@ -17,7 +17,6 @@ from adacc_hf.compiler.graph_milp import (
     least_time,
     retaining_choice,
 )
-from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import StoredForm
 
 BLOCK = (100, 100, 100, 1)
@@ -48,7 +47,7 @@ def _chain(sizes: list[int], run_ms: float, keep_ms: float, is_read: list[bool] 
 @given(st.integers(2, 5))
 def test_what_lives_across_a_boundary_is_stored_at_any_price(blocks: int) -> None:
     graph = _chain([*BLOCK] * blocks, run_ms=0.0, keep_ms=1.0)
-    choice = least_time(graph, 10**6, SolverLog(), limits_peak=False)
+    choice = least_time(graph, 10**6, limits_peak=False)
     assert choice is not None
     assert graph.segments.boundary
     assert choice.stored.keys() == {0, *graph.segments.boundary}
@@ -57,7 +56,7 @@ def test_what_lives_across_a_boundary_is_stored_at_any_price(blocks: int) -> Non
 
 def test_of_the_choices_with_the_least_peak_it_is_the_fastest() -> None:
     graph = _chain([1024 * nbytes for nbytes in BLOCK] * 3, run_ms=1.0, keep_ms=0.0)
-    least = least_bytes(graph, SolverLog(), limits_peak=True)
+    least = least_bytes(graph, limits_peak=True)
     everything_recomputed = retaining_choice(graph, {0, *graph.segments.boundary})
     assert least.peak_bytes == everything_recomputed.peak_bytes
     # The last segment is live when backward begins, stored or recomputed.
@@ -78,7 +77,7 @@ def test_statistics_are_stored_beside_rows_that_were_coded(shape: tuple[int, ...
     chain = _chain([4], run_ms=0.0, keep_ms=1.0).model.kind
     values = (chain.values[0], replace(chain.values[1], shape=shape))
     graph = graph_model(replace(chain, values=values), {0: 5.0, 1: 1.0}, {0: (lossy,)}, [8, 4])
-    choice = least_time(graph, 100, SolverLog(), limits_peak=False)
+    choice = least_time(graph, 100, limits_peak=False)
     assert choice.stored[0].codec == "int8"
     assert choice.stored.keys() == expected
 
@@ -161,8 +160,8 @@ class _Replayed:
 
 @given(_random_graphs(), st.integers(0, 4096))
 def test_no_choice_that_is_precise_where_it_must_be_takes_less(graph: GraphModel, more_bytes: int) -> None:
-    least = least_bytes(graph, SolverLog(), limits_peak=False)
-    choice = least_time(graph, least.nbytes + more_bytes, SolverLog(), limits_peak=False)
+    least = least_bytes(graph, limits_peak=False)
+    choice = least_time(graph, least.nbytes + more_bytes, limits_peak=False)
     menus = [(None, *menu) for menu in graph.model.menus.values()]
     every = (_Replayed(graph, {v: s for v, s in enumerate(stores) if s}) for stores in itertools.product(*menus))
     allowed = [replayed for replayed in every if replayed.is_allowed]

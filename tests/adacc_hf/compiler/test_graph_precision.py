@@ -153,30 +153,30 @@ def _names(joint: JointGraph, values: frozenset[int]) -> set[str]:
 
 def test_what_fused_attention_multiplies_and_gives_is_sensitive(attention_graph: Any) -> None:
     joint = attention_graph(is_fused=True)
-    sensitive = precision_needs(joint)
+    fine, precise = precision_needs(joint)
     # Of the five products the one of queries, keys and values; and fused attention's first output.
     products = [node.name for node in joint.nodes if "mm" in node.name]
     (result, _) = (node.name for node in joint.nodes if "attention" in str(node.args))
     assert len(products) > 3
-    assert _names(joint, sensitive.fine) == _names(joint, sensitive.precise) == {products[0], result}
+    assert _names(joint, fine) == _names(joint, precise) == {products[0], result}
 
 
 def test_parts_are_followed_to_the_whole(joint_graph_of: Any) -> None:
     joint = joint_graph_of(Parted(), torch.randn(2, 8, 16, requires_grad=True))
-    assert "addmm" in _names(joint, precision_needs(joint).fine & precision_needs(joint).precise)
+    assert "addmm" in _names(joint, frozenset.intersection(*precision_needs(joint)))
 
 
 def test_what_softmax_reads_is_recomputed_of_nothing_coarse(attention_graph: Any) -> None:
     joint = attention_graph(is_fused=False)
-    sensitive = precision_needs(joint)
+    fine, precise = precision_needs(joint)
     (scores, *_) = (node.name for node in joint.nodes if "bmm" in node.name)
-    assert not sensitive.fine
-    assert scores in _names(joint, sensitive.precise)
-    assert not [name for name in _names(joint, sensitive.precise) if name.startswith(("addmm", "exp"))]
+    assert not fine
+    assert scores in _names(joint, precise)
+    assert not [name for name in _names(joint, precise) if name.startswith(("addmm", "exp"))]
 
 
 def test_what_backward_compares_with_zero_is_stored_finely(joint_graph_of: Any) -> None:
     joint = joint_graph_of(Rectified(), torch.randn(8, 16, requires_grad=True))
-    sensitive = precision_needs(joint)
-    assert _names(joint, sensitive.fine) == {"addmm", "relu"}
-    assert not sensitive.precise
+    fine, precise = precision_needs(joint)
+    assert _names(joint, fine) == {"addmm", "relu"}
+    assert not precise

@@ -9,7 +9,6 @@ from profile_builders import SLOW_EXAMPLES, every_outcome_of
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.solve.frontier import BlockProgram
-from adacc_hf.solve.linear_program import SolverLog
 from adacc_hf.solve.milp import build_block_model
 
 SOLVING = settings(max_examples=40, **SLOW_EXAMPLES)
@@ -29,7 +28,7 @@ def on_line(columns, nbytes):
 @given(data=st.data())
 def test_no_plan_is_better_than_the_frontier(profiles, data):
     kind = data.draw(profiles()).kinds[0]
-    columns = BlockProgram(SolverLog(), build_block_model(kind, AdaccConfig())).frontier()
+    columns = BlockProgram(build_block_model(kind, AdaccConfig())).frontier()
     points = [(outcome.stored_bytes, outcome.overhead_ms) for _, outcome in every_outcome_of(kind)]
     assert min(nbytes for nbytes, _ in points) == columns[-1].nbytes
     for nbytes, ms in points:
@@ -38,24 +37,23 @@ def test_no_plan_is_better_than_the_frontier(profiles, data):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_gpt2_s_frontier_bends_one_way_and_starts_with_plain(gpt2_like_profile, attention):
+def test_gpt2_s_frontier_bends_one_way_and_starts_with_plain(gpt2_like_profile, attention, solves):
     kind = gpt2_like_profile(attention=attention).kinds[0]
-    log = SolverLog()
-    columns = BlockProgram(log, build_block_model(kind, AdaccConfig())).frontier()
+    columns = BlockProgram(build_block_model(kind, AdaccConfig())).frontier()
     assert columns[0].plan.is_plain
     slopes = [(right.ms - left.ms) / (left.nbytes - right.nbytes) for left, right in pairwise(columns)]
     assert slopes == sorted(slopes)
     assert slopes[0] > 0
     assert len(columns) > 5
     # Two runs for the least bytes. A corner takes one run that finds it, and each of its two gaps one that finds none.
-    assert log.num_solves <= 2 + 2 * len(columns)
+    assert solves.call_count <= 2 + 2 * len(columns)
 
 
 @SOLVING
 @given(data=st.data())
 def test_no_plan_within_a_limit_is_faster(profiles, data):
     kind = data.draw(profiles()).kinds[0]
-    program = BlockProgram(SolverLog(), build_block_model(kind, AdaccConfig()))
+    program = BlockProgram(build_block_model(kind, AdaccConfig()))
     points = [(outcome.stored_bytes, outcome.overhead_ms) for _, outcome in every_outcome_of(kind)]
     least = min(nbytes for nbytes, _ in points)
     limit = data.draw(st.sampled_from([nbytes for nbytes, _ in points]))
@@ -74,7 +72,7 @@ def test_what_the_relaxation_divides_is_decided_by_an_integer_program(tape_build
     tape.operator("second", [start], [("other", 8)], 1.0, save=[-1])
     tape.values[exactness_dependents]["replay_error"] = 1.0
     kind = tape.kind()
-    columns = BlockProgram(SolverLog(), build_block_model(kind, AdaccConfig())).frontier()
+    columns = BlockProgram(build_block_model(kind, AdaccConfig())).frontier()
     points = [(outcome.stored_bytes, outcome.overhead_ms) for _, outcome in every_outcome_of(kind)]
     assert columns[-1].nbytes == min(nbytes for nbytes, _ in points) == 8
     assert all(ms >= on_line(columns, nbytes) - 1e-9 for nbytes, ms in points)
