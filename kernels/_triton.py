@@ -26,10 +26,10 @@ CACHES_KERNELS = torch.version.hip is None  # on AMD's GPUs a kernel also depend
 _NUMBERS = frozenset({int, float, bool, type(None)})
 
 
-# Arguments that Triton must not specialize on: numbers that change during training, because compiling a kernel takes as
-# long as some steps. The contiguous lengths `numel` and `columns` are specialized on divisibility by 16, for 128-bit
-# accesses.
-jit = triton.jit(do_not_specialize=["rows", "groups", "pairs", "channels"])
+# Arguments that Triton must not specialize on: numbers that change during training (outliers, rows, groups and their
+# pairs), because compiling a kernel takes as long as some steps. The contiguous lengths `numel` and `columns` are
+# specialized on divisibility by 16, for 128-bit accesses.
+jit = triton.jit(do_not_specialize=["num_outliers", "rows", "groups", "pairs", "channels", "half_rows", "half_columns"])
 
 
 runners: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[str, ...]]] = {}
@@ -87,9 +87,9 @@ def num_warps(tile: int, thread_elements: int, warp_threads: int = WARP_THREADS)
     return min(max(tile // (thread_elements * warp_threads), 1), 1024 // warp_threads)
 
 
-def groups_per_program(group_size: int) -> int:
-    """Return the number of groups of elements that one program handles."""
-    return max(1, TILE_ELEMENTS // group_size)
+def groups_per_program(group_size: int, tile: int = TILE_ELEMENTS) -> int:
+    """Return the number of groups of elements that one program with `tile` elements handles."""
+    return max(1, tile // group_size)
 
 
 # Triton's functions of the same names can be used in kernels too, but take ten times as long on the host.

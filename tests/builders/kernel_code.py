@@ -156,6 +156,8 @@ class KernelCode:
     """The file of kernels."""
     round_trips: ClassVar[dict[str, Callable[[Tensor], None]]]
     """Functions that encode and decode a tensor of [rows, channels], by the name of the case."""
+    varying_arguments: ClassVar[set[str]] = set()
+    """Arguments of the kernels that change in a run."""
     one_by_one: ClassVar[dict[str, Callable[[Tensor], None]]] = {}
     """Cases for a tensor of one element, in place of those of the same name in `round_trips`. None leaves one out."""
 
@@ -247,3 +249,14 @@ class KernelCode:
         self.one_by_one.get(name, self.round_trips[name])(torch.ones(1, 1))
         for launch in launches:
             assert compile_for(launch, TARGETS["sm_80"]).asm["ptx"]
+
+    def test_what_changes_in_a_run_is_never_a_constant_of_a_kernel(self) -> None:
+        """Triton would otherwise compile a kernel again for a seed of 1, for multiples of 16, and for each number of
+        outliers."""
+        kernels = [kernel for name, kernel in vars(self.module).items() if "_kernel" in name]
+        varying = {argument for kernel in kernels for argument in ("num_outliers",) if argument in kernel.arg_names}
+        assert varying == self.varying_arguments
+        for kernel in kernels:
+            for argument in varying.intersection(kernel.arg_names):
+                place = kernel.arg_names.index(argument)
+                assert kernel.params[place].do_not_specialize, f"{argument} of {kernel.__name__}"

@@ -184,7 +184,7 @@ MOST_BY_WIDTH = {
     "channel_int4": 2,
     "int8": 2,
     "outlier_int4": 2,
-    "outlier_int4-raw": 3,  # aligned or not, or of whole groups
+    "outlier_int4-raw": 16,  # aligned or not, or of whole groups, by the rows that a program's 4096 elements touch
     "token_int4": 12,  # aligned or not, by the power of two that a row fits in
 }
 

@@ -14,6 +14,7 @@ from adacc_hf.kernels.codecs import get_codec
 
 class TestCode(KernelCode):
     module = outlier_int4_triton
+    varying_arguments: ClassVar = {"num_outliers"}
     round_trips: ClassVar = {"outlier_int4": outlier_int4, "outlier_int4-raw": lambda x: outlier_int4(x, 8)}
     one_by_one: ClassVar = {"outlier_int4-raw": lambda x: outlier_int4(x, 1)}
 
