@@ -1,7 +1,6 @@
 r"""Train a GPT under a memory budget, by one of the paper's methods.
 
     accelerate launch recipes/gpt2_pile.py                      the demo: a small GPT-2 on Python's standard library
-    accelerate launch recipes/demo_comparison.py                the demo by every method, and one table
     accelerate launch recipes/gpt2_pile.py --model gpt2-345m --dataset monology/pile-uncopyrighted --tokenizer gpt2 \
         --bf16 --per_device_train_batch_size 32 --memory_budget 20GiB
 
@@ -10,26 +9,21 @@ end the run with one message and exit status 2.
 """
 
 import argparse
-import copy
 import importlib.util
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from text_data import TextData, load_text_data, stack_sequences
 from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
-from adacc_hf import AdaccCallback
 from adacc_hf.artifacts.errors import AdaccError
-from adacc_hf.artifacts.files import POLICY_FILE
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.callbacks.paper_methods import method_callbacks
 from adacc_hf.compact import CompactFactory, parse_rank
 from adacc_hf.estimate.presets import PRESETS, checked_seq_len, fresh_model, load_config
-from adacc_hf.reports.report import policy_report
 
 Method = Literal["none", "full", "quantization", "adacc", "adacc_no_outlier", "compact", "adacc_compact"]
 
@@ -188,25 +182,14 @@ def prepare_run(argv: list[str]) -> PreparedRun:
     return PreparedRun(args=args, training=training, data=data, seq_len=seq_len)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinishedRun:
-    """Result of a training run: the trained model with its metrics and callback, without the optimizer."""
-
-    model: PreTrainedModel
-    metrics: dict[str, float]
-    callback: AdaccCallback | None
-    """AdaccCallback of the run, which holds the policy. None for training methods without a policy, and for a run that
-    ended before a policy was set."""
-    checkpointed: bool
-    """True if Transformers' own gradient checkpointing was enabled."""
-
-
-def train_once(run: PreparedRun, method: str, memory_budget: str, output_dir: str) -> FinishedRun:
-    """Train a new model with `method`, evaluate the model, and save the model, the metrics and the policy."""
-    callbacks, overrides = method_callbacks(method, memory_budget)
-    training: Any = copy.copy(run.training)
-    vars(training).update(output_dir=output_dir, **overrides)
-    compact = {"rank": parse_rank(run.args.compact_rank, "--compact_rank")}
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Run the recipe with the settings in `argv` (default: the command line), write model, metrics, policy and report,
+    print a summary line, and return the final metrics."""
+    run = prepare_run(sys.argv[1:] if argv is None else argv)
+    args, training = run.args, run.training
+    callbacks, overrides = method_callbacks(args.method, args.memory_budget)
+    vars(training).update(overrides)
+    compact = {"rank": parse_rank(args.compact_rank, "--compact_rank")}
     compact |= {"lr": training.learning_rate, "weight_decay": training.weight_decay}
     trainer = Trainer(
         model=run.fresh_model(),
@@ -216,42 +199,16 @@ def train_once(run: PreparedRun, method: str, memory_budget: str, output_dir: st
         eval_dataset=run.data.validation,
         processing_class=run.data.tokenizer,
         callbacks=callbacks,
-        optimizer_cls_and_kwargs=(CompactFactory, compact) if method in ("compact", "adacc_compact") else None,
+        optimizer_cls_and_kwargs=(CompactFactory, compact) if args.method in ("compact", "adacc_compact") else None,
     )
     train_metrics = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint).metrics
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    results = {
-        "steps": trainer.state.global_step,
-        "final_train_loss": float(losses[-1] if losses else train_metrics["train_loss"]),
-    }
+    final_loss = float(losses[-1] if losses else train_metrics["train_loss"])
+    results = {"steps": trainer.state.global_step, "final_train_loss": final_loss}
     metrics = {**train_metrics, **trainer.evaluate(), **results}
     trainer.save_model()
     trainer.save_metrics("all", metrics)
     trainer.save_state()
-    callback = callbacks[0] if callbacks and callbacks[0].policy is not None else None
-    if callback is not None and trainer.is_world_process_zero():
-        callback.policy.save(Path(output_dir, POLICY_FILE))
-    return FinishedRun(model=trainer.model, metrics=metrics, callback=callback, checkpointed=bool(overrides))
-
-
-def save_report(finished: FinishedRun, folder: str, comparison: list[dict[str, Any]] | None = None) -> None:
-    """Write report.md and report.html with the policy of `finished` into `folder`. A run that resumed from a checkpoint
-    may have a policy without a profile, and gets no report."""
-    callback = finished.callback
-    if callback is not None and callback.profile is not None:
-        report = policy_report(
-            profile=callback.profile, policy=callback.policy, history=callback.history, comparison=comparison
-        )
-        report.save(folder)
-
-
-def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Run the recipe with the settings in `argv` (default: the command line), write the report, print a summary line,
-    and return the final metrics."""
-    run = prepare_run(sys.argv[1:] if argv is None else argv)
-    args, training = run.args, run.training
-    finished = train_once(run, args.method, args.memory_budget, training.output_dir)
-    metrics = finished.metrics
     if training.process_index == 0:
         parts = [
             f"{args.model}, {args.method}: {metrics['steps']} steps",
@@ -259,19 +216,20 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             f"validation loss {metrics['eval_loss']:.3f}",
             f"{metrics['train_samples_per_second'] * run.seq_len:.0f} tokens/s",
         ]
-        if finished.callback is not None:
-            stored_bytes = finished.callback.policy.predicted_stored_bytes
-            parts.append(f"{format_bytes(stored_bytes)} stored for backward")
-            if args.report:
-                save_report(finished, training.output_dir)
+        policy = callbacks[0].policy if callbacks else None
+        if policy is not None:
+            parts.append(f"{format_bytes(policy.predicted_stored_bytes)} stored for backward")
+            # A run that resumed from a checkpoint may have a policy without a profile.
+            if args.report and callbacks[0].profile is not None:
+                callbacks[0].report().save(training.output_dir)
         print(f"{', '.join(parts)}; saved in {training.output_dir}")
     return metrics
 
 
-def exit_status(recipe: Callable[[], object]) -> int:
-    """Run a recipe, and return the exit status: 2 after an invalid setting, which is reported in one message."""
+def exit_status() -> int:
+    """Run the recipe, and return the exit status: 2 after an invalid setting, which is reported in one message."""
     try:
-        recipe()
+        main()
     except (AdaccError, ValueError, OSError) as error:  # AdaccError: no policy fits the budget, for example
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         return 2
@@ -279,4 +237,4 @@ def exit_status(recipe: Callable[[], object]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    sys.exit(exit_status())

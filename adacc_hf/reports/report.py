@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from adacc_hf.artifacts.memory_simulator import Outcome
 
 Record = dict[str, Any]
-"""Row of a table, or event of a run, as a dict. Numbers whose names end in `_bytes` or `_ms` are in bytes or
-milliseconds."""
+"""Event of a run, as a dict. Numbers whose names end in `_bytes` or `_ms` are in bytes or milliseconds."""
 
 TITLE = "Adacc report"
 
@@ -41,7 +40,6 @@ def policy_report(
     profile: Profile,
     policy: Policy,
     history: Sequence[Record] = (),
-    comparison: Sequence[Record] | None = None,
 ) -> Report:
     """Return the report of a policy, with text, tables and pictures.
 
@@ -49,7 +47,6 @@ def policy_report(
         profile: profile that the policy was solved from.
         history: events of a run, from `AdaccCallback.history`. Each event is a record with `step` and `event`.
             Outliers, errors, step times and peaks are drawn in timeline.png.
-        comparison: rows of a table of training methods, one record per method. All records have the same columns.
 
     Raises PolicyMismatchError if policy and profile do not belong together, and ImportError if matplotlib is not
     installed.
@@ -63,7 +60,6 @@ def policy_report(
     parts = (
         *_summary_section(profile, policy, outcomes),
         f"Available on {profile.device}: {format_bytes(profile.available_bytes)}.",
-        *_comparison_section(comparison),
         "## Policy map",
         ("The colour is the action on an activation between forward and backward. The bytes are on the right."),
         figures[0],
@@ -140,12 +136,6 @@ def percent(part: float, total: float) -> str:
     return f"{100 * part / total:.1f} %" if total else "-"
 
 
-def _comparison_section(records: Sequence[Record] | None) -> list[Part]:
-    if not records:
-        return []
-    return ["## Comparison of methods", _record_table(records)]
-
-
 def _actions_section(profile: Profile, policy: Policy) -> list[Part]:
     parts: list[Part] = [
         "## Actions",
@@ -198,34 +188,15 @@ def event_parts(history: Sequence[Record]) -> list[Part]:
     """Return the report's section on the events of the run, or [] if `history` is empty."""
     if not history:
         return []
-    rows = [
-        {
-            "step": record["step"],
-            "event": record["event"],
-            "details": "; ".join(
-                f"{_report_header(name)} {_report_cell(name, value)}"
-                for name, value in record.items()
-                if name not in ("step", "event")
-            ),
-        }
-        for record in history
-    ]
-    return ["## Events", _record_table(rows)]
-
-
-def _record_table(records: Sequence[Record]) -> str:
-    """Return a table with one row per record. Raises ValueError if two records have different columns."""
-    names = list(records[0])
-    for record in records:
-        if list(record) != names:
-            raise ValueError(f"rows must have the same columns: {list(record)} is not {names}")
-    rows = [[_report_cell(name, record[name]) for name in names] for record in records]
-    numbers = [name for k, name in enumerate(names) if all(row[k][:1].isdigit() for row in rows)]
-    return table([_report_header(name) for name in names], rows, [*map(_report_header, numbers)])
-
-
-def _report_header(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ")
+    rows = []
+    for record in history:
+        details = [
+            f"{name.removesuffix('_bytes').replace('_', ' ')} {_report_cell(name, value)}"
+            for name, value in record.items()
+            if name not in ("step", "event")
+        ]
+        rows.append((str(record["step"]), record["event"], "; ".join(details)))
+    return ["## Events", table(("step", "event", "details"), rows, {"step"})]
 
 
 def _report_cell(name: str, value: Any) -> str:

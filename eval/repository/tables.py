@@ -19,10 +19,8 @@ from pathlib import Path
 
 import adacc_hf
 from adacc_hf.artifacts.errors import AdaccError
-from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.cli import RUNNERS
 from adacc_hf.eval.records.ledger import Ledger
-from adacc_hf.reports.run_record import Spread, markdown_table
 
 REGION = re.compile(
     r"(<!-- table: (?P<name>[\w./-]+)(#(?P<number>\d+))?( rows: (?P<rows>[^\n]*))? -->\n)"
@@ -78,8 +76,6 @@ def report(path: Path) -> str:
 
 def reporter(runner: str) -> Callable[[Ledger], str]:
     """Return the function that renders a runner's record as Markdown."""
-    if runner == "demo_comparison":
-        return report_text
     if runner == "verify_methods":  # the record of `adacc verify --methods`
         from adacc_hf import verify_methods
 
@@ -123,21 +119,6 @@ def with_tables(text: str, results: Path) -> str:
         return f"{region[1]}\n{text}\n{region['end']}"
 
     return REGION.sub(fill_region, text)
-
-
-def report_text(ledger: Ledger) -> str:
-    """Return one line per method, as Markdown."""
-    rows = [
-        {
-            "method": row["title"],
-            "stored for backward": format_bytes(row["activation_bytes"]),
-            "peak of live bytes": format_bytes(row["peak_bytes"]),
-            "tokens/s relative to plain": Spread(**row["relative_throughput"]).text(2),
-            "validation loss": f"{row['validation_loss']:.4f}",
-        }
-        for row in ledger.points.values()
-    ]
-    return f"{markdown_table(rows)}\n"
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_a_setting_beats_the_default_of_the_model():
 )
 def test_a_bad_setting_ends_with_one_message_and_status_2(setting, message, tiny_run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpt2_pile.py", *with_setting(tiny_run, **setting)])
-    assert gpt2_pile.exit_status(gpt2_pile.main) == 2
+    assert gpt2_pile.exit_status() == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith("gpt2_pile.py: error: ")

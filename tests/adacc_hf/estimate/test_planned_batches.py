@@ -5,7 +5,9 @@ import random
 
 import pytest
 
+from adacc_hf.artifacts.tiles import most_tiles
 from adacc_hf.cli import USER_ERROR, main
+from adacc_hf.estimate.planned_batches import TRACED
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +65,10 @@ def test_files_without_lengths_are_refused(folder, tmp_path, capsys, content, me
         path.write_text(content)
     assert main(["plan", "--model", folder, "--batches", str(path)]) == USER_ERROR
     assert message in capsys.readouterr().err
+
+
+def test_enough_sizes_to_predict_from_have_tiles_or_none_at_any_length():
+    """Only sizes with the tiles of the first are used. Two sizes, samples and length, need five of them."""
+    for unit in range(1, 5000):
+        tiled = [bool(most_tiles(number * eighths * unit)) for number, eighths in TRACED]
+        assert tiled.count(tiled[0]) >= 5, f"the longest sample has {8 * unit} tokens"

@@ -73,24 +73,14 @@ def test_the_first_paragraph_compares_the_policy_with_plain_training(report: Pat
     assert "head" not in paragraph
 
 
-def test_comparison_and_events_are_shown(tmp_path: Path, profile, policy) -> None:
+def test_events_are_shown(tmp_path: Path, profile, policy) -> None:
     history = [
-        {"step": 2, "event": "policy", "budget_bytes": 3 * 2**20, "solve_ms": 41.25},
+        {"step": 2, "event": "policy", "budget_bytes": 3 * 2**20, "solve_ms": 41.25, "head": None},
         {"step": 4, "event": "tracked"},
     ]
-    comparison = [
-        {"method": "plain", "peak_bytes": 2**20, "tokens/s": "1.00", "loss": 2.0},
-        {"method": "adacc", "peak_bytes": 2**19, "tokens/s": "0.91", "loss": None},
-    ]
-    text = (
-        policy_report(profile=profile, policy=policy, history=history, comparison=comparison).save(tmp_path).read_text()
-    )
-    assert markdown_rows(text, "Comparison of methods")[2:] == [
-        ["plain", "1.00 MiB", "1.00", "2"],
-        ["adacc", "512.00 KiB", "0.91", "-"],
-    ]
+    text = policy_report(profile=profile, policy=policy, history=history).save(tmp_path).read_text()
     assert markdown_rows(text, "Events")[2:] == [
-        ["2", "policy", "budget 3.00 MiB; solve ms 41.25"],
+        ["2", "policy", "budget 3.00 MiB; solve ms 41.25; head -"],
         ["4", "tracked", ""],
     ]
 
@@ -133,12 +123,6 @@ def test_two_kinds_of_block_are_both_drawn(tmp_path: Path, tape_builder, profile
     text = policy_report(profile=profile, policy=uniform_policy(profile, "recompute")).save(tmp_path).read_text()
     assert "### Block: h.0 to h.1 (2 blocks)" in text
     assert "### Block: h.2 to h.3 (2 blocks)" in text
-
-
-def test_rows_with_different_columns_are_refused(tmp_path: Path, profile, policy) -> None:
-    with pytest.raises(ValueError, match="rows must have the same columns"):
-        policy_report(profile=profile, policy=policy, comparison=[{"method": "a"}, {"name": "b"}]).save(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_folder_that_is_a_file_is_refused(tmp_path: Path, profile, policy) -> None:

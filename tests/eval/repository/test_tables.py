@@ -46,15 +46,15 @@ def test_a_region_without_a_record_is_refused() -> None:
 def test_what_is_out_of_date_is_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "eval" / "results" / "cpu"
     folder.mkdir(parents=True)
-    shutil.copy(RESULTS / "cpu" / "demo_comparison.json", folder)
+    shutil.copy(RESULTS / "cpu" / "throughput.json", folder)
     readme = tmp_path / "README.md"
-    readme.write_text("<!-- table: cpu/demo_comparison -->\n<!-- end of table -->\n")
+    readme.write_text("<!-- table: cpu/throughput -->\n<!-- end of table -->\n")
     assert main(["--check"], tmp_path) == 1
     assert capsys.readouterr().out.count("out of date: ") == 2
-    assert not (folder / "demo_comparison.md").exists()
+    assert not (folder / "throughput.md").exists()
     assert main([], tmp_path) == 0
     assert main(["--check"], tmp_path) == 0
-    assert (folder / "demo_comparison.md").read_text() in readme.read_text()
+    assert (folder / "throughput.md").read_text() in readme.read_text()
 
 
 def test_plots_are_drawn_from_their_records(tmp_path: Path) -> None:
