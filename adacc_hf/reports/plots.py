@@ -76,10 +76,11 @@ def draw_memory(timelines: Mapping[str, Timeline], static_bytes: int, budget_byt
     """
     highest_bytes = max(live for timeline in timelines.values() for _, live in timeline)
     scale, unit = unit_of(highest_bytes)
-    spans = _phase_spans([phase for phase, _ in groupby(next(iter(timelines.values())), key=lambda moment: moment[0])])
+    phases = [phase for phase, _ in groupby(next(iter(timelines.values())), key=lambda moment: moment[0])]
     with plot_module("matplotlib").rc_context(FONT):
         figure = new_figure(4.6)
         axis = figure.subplots()
+        spans = _phase_spans(axis, phases)
         for name in (name for name in CURVES if name in timelines):
             _draw_curve(axis, name, timelines[name], spans, scale)
         if budget_bytes is not None:
@@ -87,7 +88,6 @@ def draw_memory(timelines: Mapping[str, Timeline], static_bytes: int, budget_byt
             axis.axhline(budget_bytes / scale, color="#CC79A7", lw=1.4, ls="-.", label=label)
         label = f"parameters, optimizer, batch, {format_bytes(static_bytes)}"
         axis.axhspan(0, static_bytes / scale, color="#eceff2", lw=0, label=label)
-        _label_sections(axis, spans)
         axis.set_ylim(0, 1.05 * max(highest_bytes, budget_bytes or 0) / scale)
         axis.set_ylabel(f"live tensor memory [{unit}]")
         axis.spines[["top", "right"]].set_visible(False)
@@ -168,41 +168,29 @@ def _draw_curve(axis: Axes, name: str, timeline: Timeline, spans: Mapping[str, S
     axis.plot(positions, sizes, color=color, lw=line_width, ls=dashes, ds="steps-post", label=f"{name}, peak {peak}")
 
 
-def _phase_spans(phases: Sequence[str]) -> dict[str, Span]:
-    """Return the start and width of each phase of a step on the horizontal axis. A block is one unit wide. Each section
-    of the step outside the blocks gets at least `SECTION_SHARE` of the blocks' width, to fit its label."""
-    num_blocks = sum(_is_block_phase(phase) for phase in phases)
+def _phase_spans(axis: Axes, phases: Sequence[str]) -> dict[str, Span]:
+    """Label the sections of the step below `axis`, with thin lines between them. Return the start and width of each
+    phase. A block is one unit wide. Each section outside the blocks gets at least `SECTION_SHARE` of the blocks' width,
+    to fit its label."""
+    sections = [(section, list(group)) for section, group in groupby(phases, key=_phase_section)]
+    num_blocks = sum(len(names) for section, names in sections if section not in SECTIONS)
     spans: dict[str, Span] = {}
-    start = 0.0
-    for _, group in groupby(phases, key=_phase_section):
-        section_phases = list(group)
-        is_narrow = not _is_block_phase(section_phases[0])
-        width = max(1.0, SECTION_SHARE * num_blocks / len(section_phases)) if is_narrow else 1.0
-        for phase in section_phases:
-            spans[phase] = (start, width)
-            start += width
-    return spans
-
-
-def _label_sections(axis: Axes, spans: Mapping[str, Span]) -> None:
-    """Label the sections of the step below the axis, and draw a thin line between neighbouring sections."""
-    start, ticks, labels = 0.0, [], []
-    for section, group in groupby(spans, key=_phase_section):
-        section_phases = list(group)
-        end = sum(spans[section_phases[-1]])
+    ticks, labels, end = [], [], 0.0
+    for section, names in sections:
+        start = end
+        width = max(1.0, SECTION_SHARE * num_blocks / len(names)) if section in SECTIONS else 1.0
+        for name in names:
+            spans[name] = (end, width)
+            end += width
         ticks.append((start + end) / 2)
-        blocks = "1 block" if len(section_phases) == 1 else f"{len(section_phases)} blocks"
+        blocks = "1 block" if len(names) == 1 else f"{len(names)} blocks"
         labels.append(SECTIONS.get(section, f"{section},\n{blocks}"))
         if start:
             axis.axvline(start, color="#c3c9d0", lw=0.8, zorder=0)
-        start = end
-    axis.set_xlim(0, start)
+    axis.set_xlim(0, end)
     axis.set_xticks(ticks, labels)
     axis.tick_params(axis="x", length=0)
-
-
-def _is_block_phase(phase: str) -> bool:
-    return _phase_section(phase) not in SECTIONS
+    return spans
 
 
 def _phase_section(phase: str) -> str:

@@ -75,16 +75,34 @@ class Conditions:
 def make_record(
     settings: Settings, run_info: dict[str, Any], train_info: dict[str, Any], status: str
 ) -> dict[str, Any]:
-    """Return the record of an experiment as a dict that JSON can store.
+    """Return the record of an experiment as a dict that JSON can store, with the machine, date and software versions of
+    this process.
 
     `settings` contains the settings that all experiments have in common, `run_info` the other settings of this
     experiment, and `train_info` its results. `status` is "complete", or "running" while results are missing.
     """
+    cores = processor_names()
+    changes = _git_output("status", "--porcelain", "-uno")
+    conditions = Conditions(
+        status=status,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        commit=_git_output("rev-parse", "HEAD"),
+        uncommitted_changes=None if changes is None else bool(changes),
+        device=torch.cuda.get_device_name() if settings.device == "cuda" else f"{cores[0]}, {len(cores)} cores",
+        seeds=[settings.seed],
+        versions={
+            "adacc_hf": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        notes=settings.notes,
+    )
     shared = {name: value for name, value in asdict(settings).items() if name not in ("output", "notes", "until")}
     return {
         "run_info": {**shared, **run_info},
         "train_info": to_json(train_info),
-        "meta_info": {**meta_info(settings), "status": status},
+        "meta_info": asdict(conditions),
     }
 
 
@@ -97,29 +115,6 @@ def to_json(figures: Any) -> Any:
     if isinstance(figures, (list, tuple)):
         return [to_json(value) for value in figures]
     return figures
-
-
-def meta_info(settings: Settings) -> dict[str, Any]:
-    """Return the machine, date and software versions of the running measurement, for the experiment's record."""
-    cores = processor_names()
-    conditions = Conditions(
-        status="complete",
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        commit=_git_output("rev-parse", "HEAD"),
-        uncommitted_changes=None
-        if (changed := _git_output("status", "--porcelain", "-uno")) is None
-        else bool(changed),
-        device=torch.cuda.get_device_name() if settings.device == "cuda" else f"{cores[0]}, {len(cores)} cores",
-        seeds=[settings.seed],
-        versions={
-            "adacc_hf": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        notes=settings.notes,
-    )
-    return asdict(conditions)
 
 
 def markdown_table(rows: Sequence[dict[str, str]]) -> str:

@@ -46,7 +46,7 @@ def test_a_phase_is_drawn_over_its_span(gpt2_like_profile, drawn) -> None:
     profile = gpt2_like_profile(num_blocks=2)
     timeline = simulate_policy(profile, uniform_policy(profile, "retain")).timeline
     draw_memory({"plain": timeline}, 0)
-    curve = drawn[0].axes[0].lines[0]
+    curve = drawn[0].axes[0].lines[-1]
     positions, sizes = curve.get_xdata(), curve.get_ydata()
     assert list(positions) == sorted(positions)
     assert positions[-1] == drawn[0].axes[0].get_xlim()[1]
