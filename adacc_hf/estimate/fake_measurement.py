@@ -32,12 +32,7 @@ from adacc_hf.head.chunked_loss import at_most_chunks, chunk_rows
 from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.kernels.codecs import MASK, Codec, codec_type, get_codec
 from adacc_hf.price.codec_gradient_error import GradientErrors
-from adacc_hf.price.codec_selection import (
-    OUTLIER_SHARE,
-    codec_candidates,
-    make_codec,
-    outlier_codecs,
-)
+from adacc_hf.price.codec_selection import OUTLIER_SHARE, codec_candidates, make_codec, outlier_codecs
 from adacc_hf.price.cost_model import Prices
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.tape.execution_plan import encode_view

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
@@ -18,25 +18,14 @@ from adacc_hf.estimate.adapters import Adapters, Quantization, lora_model
 from adacc_hf.estimate.devices import Device
 from adacc_hf.estimate.fake_device import fake_autocast, fake_tensors
 from adacc_hf.estimate.fake_measurement import FakeMeasurement
-from adacc_hf.estimate.images import (
-    image_model,
-    image_size,
-    pixel_values,
-    tokens_per_image,
-    unchecked_placeholders,
-)
+from adacc_hf.estimate.images import image_size, pixel_values, tokens_per_image, unchecked_placeholders
 from adacc_hf.estimate.presets import fresh_model, is_classifier
 from adacc_hf.estimate.static_memory import Precision, Sharding
 from adacc_hf.estimate.thinning import Thinning
 from adacc_hf.head.chunked_loss import at_most_chunks
 from adacc_hf.price.profiler import profile_model
 from adacc_hf.run.block_search import find_blocks
-from adacc_hf.torch_glue.private import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
-
-log = logging.getLogger(__name__)
+from adacc_hf.torch_glue.private import DataDependentOutputException, DynamicOutputShapeException
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,5 +173,6 @@ def empty_model(workload: Workload, dtype: str) -> PreTrainedModel:
     """Return a model of `workload` with new weights of `dtype`, on fake tensors inside `fake_tensors`."""
     if workload.adapters is not None:
         return lora_model(workload.config, workload.attention, dtype, workload.adapters, workload.quantization)
-    build = image_model if workload.images else fresh_model
-    return build(workload.config, workload.attention, dtype)
+    # The values of some vision towers are checked while they are drawn, and fake tensors have none.
+    with no_init_weights() if workload.images else nullcontext():
+        return fresh_model(workload.config, workload.attention, dtype, has_images=workload.images > 0)

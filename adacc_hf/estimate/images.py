@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
+from transformers import PretrainedConfig
 
 _LEAVE_OUT = (
     "leave out this option, and plan the language model alone (the text_config in the model's config), with the image "
@@ -40,22 +39,6 @@ def image_size(config: PretrainedConfig) -> tuple[int, int, int]:
         )
     height, width = (size, size) if isinstance(size, int) else size
     return getattr(vision, "num_channels", 3), height, width
-
-
-def image_model(config: PretrainedConfig, attention: str | None, dtype: str) -> PreTrainedModel:
-    """Build the vision-language model of `config`, without values of weights, which fake tensors do not have.
-
-    Raises ValueError if Transformers has no such model.
-    """
-    try:
-        with no_init_weights():  # the values of some vision towers are checked while they are drawn
-            return AutoModelForImageTextToText.from_config(config, attn_implementation=attention, dtype=dtype)
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        raise ValueError(
-            f"--images: {type(config).__name__} has no AutoModelForImageTextToText: leave out this option"
-        ) from error
 
 
 def pixel_values(config: PretrainedConfig, num_images: int) -> torch.Tensor:

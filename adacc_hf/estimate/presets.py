@@ -140,17 +140,24 @@ def checked_seq_len(seq_len: int | None, config: PretrainedConfig, option: str =
     return length
 
 
-def fresh_model(config: PretrainedConfig, attn_implementation: str | None, dtype: str = "float32") -> PreTrainedModel:
-    """Build the classifier or language model of `config`, with random weights from torch's current seed.
+def fresh_model(
+    config: PretrainedConfig, attn_implementation: str | None, dtype: str = "float32", has_images: bool = False
+) -> PreTrainedModel:
+    """Build the classifier or language model of `config`, or its vision-language model if `has_images`, with random
+    weights from torch's current seed.
 
     If `attn_implementation` is None, Transformers chooses the attention implementation. Raises ValueError if the
-    architecture has neither a classifier nor a language model, or does not have this attention implementation.
+    architecture has no such model, or does not have this attention implementation.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+    import transformers
 
-    auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    if is_classifier(config):
-        auto_class = AutoModelForSequenceClassification
+    auto_class: Any = transformers.AutoModelForCausalLM
+    if has_images:
+        auto_class = transformers.AutoModelForImageTextToText
+    elif is_classifier(config):
+        auto_class = transformers.AutoModelForSequenceClassification
+    elif config.is_encoder_decoder:
+        auto_class = transformers.AutoModelForSeq2SeqLM
     try:
         return auto_class.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
     except ValueError as error:
