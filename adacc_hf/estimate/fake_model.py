@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from adacc_hf.head.chunked_loss import at_most_chunks
 from adacc_hf.price.profiler import profile_model
 from adacc_hf.run.block_search import find_blocks
 from adacc_hf.torch_glue.private import DataDependentOutputException, DynamicOutputShapeException
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
