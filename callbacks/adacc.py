@@ -95,13 +95,11 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         """Micro-batches of the current run with `batch_by_bytes`, else None."""
         self._guard: TrainerGuard | None = None
         """Wrappers around the methods of the current run's Trainer. None outside a run."""
-        self._compiled_policy: Any = None
 
     @property
     def compiled_policy(self) -> Any:
-        """The `compiler.CompiledPolicy` of a finished run with `torch_compile=True`. None before the run has finished.
-        In a run with `torch_compile=True`, the attribute `policy` is None."""
-        return self._compiled_policy
+        """The `compiler.CompiledPolicy` of a run with `torch_compile=True`, whose attribute `policy` is None."""
+        return None if self.session is None else self._session.state.compiled_policy
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -224,7 +222,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def detach(self) -> None:
         """Restore the model and the Trainer. Further calls have no effect."""
         if self.session is not None:
-            self._compiled_policy = self._session.phase.policy or self._compiled_policy
             self._session.detach()
         if self._steps is not None:
             self._steps.close()
@@ -241,9 +238,8 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         without a profile. Raises ImportError without matplotlib.
         """
         if self.policy is None:
-            compiled_policy = None if self.session is None else self._session.phase.policy or self._compiled_policy
-            if compiled_policy is not None:
-                return import_module(COMPILED_REPORT).compiled_report(policy=compiled_policy, history=self.history)
+            if self.compiled_policy is not None:
+                return import_module(COMPILED_REPORT).compiled_report(policy=self.compiled_policy, history=self.history)
             raise ValueError("AdaccCallback has no policy to report yet: call report() after the first training step")
         if self.profile is None:
             raise ValueError(

@@ -44,11 +44,6 @@ class Phase:
     def __init__(self, run: RunState) -> None:
         self._run = run
 
-    @property
-    def policy(self) -> Any:
-        """The `compiler.CompiledPolicy` of a run with torch.compile. Other runs have their policy in `RunState`."""
-        return None
-
     def begin_step(self, step: int) -> None:
         """Begin a training step (one optimizer step)."""
 
@@ -115,6 +110,8 @@ class RunState:
         self.phase = Phase(self)
         self.policy: Policy | None = None
         self.profile: Profile | None = None
+        self.compiled_policy: Any = None
+        """The `compiler.CompiledPolicy` of a run with torch.compile, which has no `policy`."""
         self.history: list[dict[str, Any]] = []
         self.fallbacks: Counter[str] = Counter()
         """Block calls of the current step that did not follow their plans, by reason."""

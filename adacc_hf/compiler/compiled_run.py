@@ -158,6 +158,7 @@ class CompiledRun(Phase):
             self._share_fairly(step, self._fraction)
         elif self._is_measured:
             self._settle(step, next(run.model.parameters()).device)
+        run.compiled_policy = self.policy
         for refusal in self._installed.partitioner.refusals:  # graphs of torch's own partitioner, which have no budget
             refuse_uncovered(self._config, "a compiled region", refusal, NO_NESTED_REGIONS)
         if self.fell_back:
