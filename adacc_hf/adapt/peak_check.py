@@ -25,6 +25,9 @@ PEAK_TOLERANCE = 0.01
 """Fraction by which a later measured peak may exceed the predicted peak without a correction, as long as the budget is
 not exceeded. Rounding by allocators, and a few small tensors of the Trainer, stay below this fraction."""
 
+PAUSE = 16
+"""Steps until a step is measured again, after a step whose peak could not be compared. A CPU's meter slows a step."""
+
 
 class StepMeter:
     """A meter of a training step's peak memory. Call `begin` and, after backward, `end_backward`."""
@@ -86,6 +89,8 @@ class PeakCheck:
         """Number of batches that are on the device before a step begins. A measurement does not include them."""
         self._requested = choice.shown
         """Record that requested the measurement. The step may have batches of other sizes."""
+        self.first_step = 0
+        """First step that may be measured."""
 
     def start(self, handle: PolicyHandle) -> None:
         """Begin to measure the memory of the current step."""
@@ -97,12 +102,13 @@ class PeakCheck:
         self.meter.close()
         self.is_on = False
 
-    def compare(self) -> None:
-        """Compare the measured peak of the step with the predicted one. If it is higher, correct the run's predictions,
+    def compare(self, step: int) -> None:
+        """Compare the measured peak of `step` with the predicted one. If it is higher, correct the run's predictions,
         and replace the policy if it then exceeds the budget."""
         run, choice, peak = self._run, self._choice, self.meter.peak_bytes
         used = [record for record in choice.used if record is not None]
         if peak is None or not used or None in choice.used:  # another profiler is active, or torch's checkpoint
+            self.first_step = step + PAUSE
             return
         for record in (*used, self._requested):
             record.must_measure = False

@@ -42,7 +42,7 @@ FEW_PROFILES, MOST_PROFILES = 6, 16
 """Number of profiles up to which each size that no profile predicts is recorded, because profiles of a few sizes
 predict all others, and the number up to which sizes are recorded that do not fit in a recorded one."""
 
-SOLVER_MS = 100.0
+SOLVER_MS = 300.0
 """Assumed time of a solver run for a size class. A policy may lose as much time before the class is solved."""
 
 

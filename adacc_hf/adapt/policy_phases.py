@@ -159,7 +159,7 @@ class AdaptivePhase(FixedPolicyPhase):
         self._count_accumulation(self._run.loop.num_micro)
         if self._run.current_step >= self._tracking.due_step:
             self._tracking.start()
-        if self.choice.shown.must_measure and not self._tracking.is_on:
+        if self.choice.shown.must_measure and not self._tracking.is_on and step >= self._peaks.first_step:
             self._peaks.start(self.handle)
 
     def begin_micro_batch(self, inputs: Any) -> None:
@@ -257,7 +257,7 @@ class AdaptivePhase(FixedPolicyPhase):
         if self._tracking.is_on:
             self._tracking.finish()
         if self._peaks.is_on:
-            self._peaks.compare()
+            self._peaks.compare(step)
             self._peaks.close()
         if run.num_without_state:
             self._count_state()
