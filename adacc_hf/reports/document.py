@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -98,9 +97,9 @@ class Report:
         page = self.page
         folder.mkdir(parents=True, exist_ok=True)
         for figure in self.figures:
-            _write_atomically(folder / figure.file_name, figure.png)
-        _write_atomically(folder / "report.html", page.encode())
-        _write_atomically(folder / "report.md", str(self).encode())
+            (folder / figure.file_name).write_bytes(figure.png)
+        (folder / "report.html").write_text(page, encoding="utf-8")
+        (folder / "report.md").write_text(str(self), encoding="utf-8")
         return folder / "report.md"
 
     def __str__(self) -> str:
@@ -112,10 +111,3 @@ class Report:
     def _repr_html_(self) -> str:
         """Return the page in a frame, for a notebook's cell."""
         return f'<iframe srcdoc="{escape(self.page)}" style="width: 100%; height: 45em; border: 0"></iframe>'
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """Write a file of a report atomically, so that a reader sees the old or the new content, never a mixture."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
