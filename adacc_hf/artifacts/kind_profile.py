@@ -10,11 +10,9 @@ from typing import Any
 from adacc_hf.artifacts.call_names import numbered_names
 from adacc_hf.artifacts.exact_recompute_rules import (
     DEGRADED_ERROR,
-    is_function,
     is_statistic,
     source_activations,
     upstream_activations,
-    walk_back,
 )
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.policy import BlockAction, Choice, Place
@@ -266,36 +264,25 @@ class KindProfile:
     @cached_property
     def exactness_dependents(self) -> dict[int, frozenset[int]]:
         """Map from each saved activation that may be recomputed only from exact values to these: the rows of a
-        statistic, or all upstream activations if the replay error is too large or an `autograd.Function` draws random
-        numbers (`exact_recompute_rules.py`)."""
+        statistic, or all upstream activations if the replay error is too large (`exact_recompute_rules.py`)."""
         saved = [value for value in self.activations if value.saved]
         imprecise = {
             v.index: upstream_activations(v.index, self._reads, self._is_activation)
             for v in saved
-            if v.is_far_recomputed or self._replay_draws_in_function(v.index)
+            if v.is_far_recomputed
         }
         # If a statistic's rows are recomputed, the statistic is recomputed with them, because it must match the rows.
         rows = {v.index: source_activations(v.index, self._reads, self._is_activation) for v in saved if v.is_statistic}
         return imprecise | rows
 
-    def _replay_draws_in_function(self, value: int) -> bool:
-        """Return True if an `autograd.Function` that draws random numbers runs to recompute `value`."""
-        _, replayed = walk_back(self._reads(value), lambda v: None if self._is_activation(v) else self._reads(v))
-        producers = {self.values[v].producer for v in (value, *replayed)}
-        return any(self._draws_in_function(operator) for operator in self.operators if operator.index in producers)
-
-    def _draws_in_function(self, operator: Operator) -> bool:
-        return is_function(operator.name) and any(self.values[read].is_generator_state for read in operator.inputs)
-
     @cached_property
     def allows_lossy_inputs(self) -> bool:
         """True if the block may run again on inputs that were stored lossily.
 
-        False if it cannot be replayed, chooses indices, draws random numbers in an `autograd.Function`, or if the
-        replay error of a saved value is too large.
+        False if it cannot be replayed, chooses indices, or if the replay error of a saved value is too large.
         """
         is_inexact = any(value.is_decision or (value.saved and value.is_far_recomputed) for value in self.values)
-        return self.untrusted is None and not is_inexact and not any(map(self._draws_in_function, self.operators))
+        return self.untrusted is None and not is_inexact
 
     def codec_options(self, value: int) -> tuple[CodecOption, ...]:
         """Return the codecs that may compress `value`, also those with their payload in host memory."""

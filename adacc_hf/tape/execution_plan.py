@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from adacc_hf.artifacts.exact_recompute_rules import is_statistic, source_activations, walk_back
+from adacc_hf.artifacts.exact_recompute_rules import is_statistic, source_activations
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
 from adacc_hf.kernels.codecs import MASK, Codec, codecs_suiting, get_codec, list_codecs
 from adacc_hf.tape.inputs import PLACES, find_external
@@ -279,8 +279,8 @@ def choices_by_value(
 
 
 def unfit_values(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
-    """Return the values whose choice is impossible on `tape` (`can_follow`), or would recompute a statistic, or random
-    numbers of an `autograd.Function`, from values that are stored lossily (rule R14)."""
+    """Return the values whose choice is impossible on `tape` (`can_follow`), or would recompute a statistic from values
+    that are stored lossily (rule R14)."""
     lossy_values = {v for v, c in choices.items() if c.action is Action.COMPRESS and not codec_of(c).lossless}
 
     def is_unfit(value: int, choice: Choice) -> bool:
@@ -288,16 +288,9 @@ def unfit_values(choices: Mapping[int, Choice], tape: Tape) -> list[int]:
             return True
         if choice != RECOMPUTE or not lossy_values:
             return False
-        return _replay_draws_in_function(value, choices, tape) or _is_statistic_of(lossy_values, value, choices, tape)
+        return _is_statistic_of(lossy_values, value, choices, tape)
 
     return [value for value, choice in choices.items() if is_unfit(value, choice)]
-
-
-def _replay_draws_in_function(value: int, choices: Collection[int], tape: Tape) -> bool:
-    """Return True if an `autograd.Function` that draws random numbers runs to recompute `value`."""
-    _, replayed = walk_back(_reads(tape, value), lambda v: None if v in choices else _reads(tape, v))
-    producers = [tape.operators[p] for v in (value, *replayed) if (p := tape.values[v].producer) is not None]
-    return any(operator.is_function and operator.random for operator in producers)
 
 
 def _reads(tape: Tape, value: int) -> tuple[int, ...]:
