@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -79,8 +79,6 @@ class Value:
     """True if the value stays alive without the saved tensors of this block: a value that is `cached`, or an output
     that another block or the rest of the model holds."""
     codecs: tuple[CodecOption, ...] = ()
-    equal_to: int | None = None
-    """Index of an earlier activation with the same bits, which backward reads instead of recomputing, or None."""
     replay_error: float = 0.0
     """Largest relative error in an operator's gradient if the value is recomputed from lossily stored activations."""
     taken_after: int = 0
@@ -161,10 +159,6 @@ class BackwardEvent:
 def unpack_order(events: Iterable[BackwardEvent]) -> tuple[int, ...]:
     """Return the saved-tensor slots in the order in which backward first unpacks each slot."""
     return tuple(dict.fromkeys(event.slot for event in events if not event.release))
-
-
-MAX_MERGED = 64
-"""Maximum number of cached results of `KindProfile.with_merged_values`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,11 +251,6 @@ class KindProfile:
         return numbered_names(value.name for value in self.values)
 
     @cached_property
-    def equal(self) -> dict[int, int]:
-        """Map from duplicate values to earlier activations with the same bits, by value index."""
-        return {value.index: value.equal_to for value in self.values if value.equal_to is not None}
-
-    @cached_property
     def exactness_dependents(self) -> dict[int, frozenset[int]]:
         """Map from each saved activation that may be recomputed only from exact values to these: the rows of a
         statistic, or all upstream activations if the replay error is too large (`exact_recompute_rules.py`)."""
@@ -314,32 +303,3 @@ class KindProfile:
     def exactness_dependents_of(self, lossy: Collection[int]) -> frozenset[int]:
         """Return the saved activations that must not be recomputed if the values in `lossy` are stored lossily."""
         return frozenset(value for value, others in self.exactness_dependents.items() if not others.isdisjoint(lossy))
-
-    def with_merged_values(self, equal: Mapping[int, int]) -> KindProfile:
-        """Return a copy in which operators and slots refer to the value `equal[v]` wherever they referred to `v`."""
-        if not equal:
-            return self
-        key = frozenset(equal.items())
-        if key not in self._merged:
-            if len(self._merged) >= MAX_MERGED:
-                self._merged.clear()
-            self._merged[key] = self._merge_values(equal)
-        return self._merged[key]
-
-    @cached_property
-    def _merged(self) -> dict[frozenset[tuple[int, int]], KindProfile]:
-        """Cache of `with_merged_values`. The solver's search calls this method with few distinct arguments."""
-        return {}
-
-    def _merge_values(self, equal: Mapping[int, int]) -> KindProfile:
-        operators = (
-            replace(operator, inputs=tuple(dict.fromkeys(equal.get(v, v) for v in operator.inputs)))
-            for operator in self.operators
-        )
-        replaced = {v: replace(self.values[v], saved=False, activation=False, equal_to=None) for v in equal}
-        return replace(
-            self,
-            values=tuple(replaced.get(value.index, value) for value in self.values),
-            operators=tuple(operators),
-            slots=tuple(equal.get(value, value) for value in self.slots),
-        )

@@ -71,7 +71,9 @@ class _RecorderMark:
 
     def __init__(self, recorder: FunctionRecorder) -> None:
         now = {name: vars(recorder)[name] for name in _ROLLED_BACK}
-        self.state = {name: item.copy() if isinstance(item, list | dict) else item for name, item in now.items()}
+        self.state: dict[str, Any] = {
+            name: item.copy() if isinstance(item, list | dict) else item for name, item in now.items()
+        }
         self.overwritten = [value.overwritten for value in recorder.values]
         self.num_values, self.num_operators = len(recorder.values), len(recorder.operators)
         self.num_slots, self.num_reads = len(recorder.slots), len(recorder.reads)
