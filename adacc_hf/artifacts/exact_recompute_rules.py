@@ -5,9 +5,6 @@ the order of sorted rows. If two of the compared numbers are nearly equal, a rep
 choose another index, and rows saved in one order would meet gradients in another. So decisions are never recomputed.
 Booleans are: one differs only if a number is near the threshold, and then both branches give nearly equal results.
 
-Random numbers drawn by a user's `autograd.Function` may depend on its input, and no recorded operator shows this. So
-the Function runs again only on exact inputs.
-
 A statistic has one number per row of another tensor, such as the standard deviation of a norm. If a codec sets nearly
 all of a row to 0, the recomputed deviation is wrong by orders of magnitude, and scales the gradient of the row. So
 statistics of rows that are stored lossily are stored too. Those of recomputed rows are recomputed, because they must
@@ -49,15 +46,6 @@ def decisions(
             ordered.update(results if any(map(is_index, results)) else ())
             depends_on_data.update(value for value in results if not is_index(value))
     return ordered
-
-
-FUNCTIONS = "autograd_function"
-"""Prefix of the names of recorded operators that are an `autograd.Function`."""
-
-
-def is_function(name: str) -> bool:
-    """Return True if the operator `name` is an `autograd.Function`."""
-    return name.startswith(f"{FUNCTIONS}.")
 
 
 def is_index(dtype: str, size: Sequence[Any]) -> bool:

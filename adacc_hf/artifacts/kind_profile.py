@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 from adacc_hf.artifacts.call_names import numbered_names
 from adacc_hf.artifacts.exact_recompute_rules import (
     DEGRADED_ERROR,
-    is_function,
     is_statistic,
     source_activations,
     walk_back,
@@ -80,8 +79,6 @@ class Value:
     """True if the value stays alive without the saved tensors of this block: a value that is `cached`, or an output
     that another block or the rest of the model holds."""
     codecs: tuple[CodecOption, ...] = ()
-    equal_to: int | None = None
-    """Index of an earlier activation with the same bits, which backward reads instead of recomputing, or None."""
     replay_error: float = 0.0
     """Largest relative error in an operator's gradient if the value is recomputed from lossily stored activations."""
     taken_after: int = 0
@@ -254,43 +251,27 @@ class KindProfile:
         return numbered_names(value.name for value in self.values)
 
     @cached_property
-    def equal(self) -> dict[int, int]:
-        """Map from duplicate values to earlier activations with the same bits, by value index."""
-        return {value.index: value.equal_to for value in self.values if value.equal_to is not None}
-
-    @cached_property
     def exactness_dependents(self) -> dict[int, frozenset[int]]:
         """Map from each saved activation that may be recomputed only from exact values to these: the rows of a
-        statistic, or all upstream activations if the replay error is too large or an `autograd.Function` draws random
-        numbers (`exact_recompute_rules.py`)."""
+        statistic, or all upstream activations if the replay error is too large (`exact_recompute_rules.py`)."""
         saved = [value for value in self.activations if value.saved]
         imprecise = {
             v.index: frozenset(filter(self._is_activation, walk_back(self._reads(v.index), self._reads)[1]))
             for v in saved
-            if v.is_far_recomputed or self._replay_draws_in_function(v.index)
+            if v.is_far_recomputed
         }
         # If a statistic's rows are recomputed, the statistic is recomputed with them, because it must match the rows.
         rows = {v.index: source_activations(v.index, self._reads, self._is_activation) for v in saved if v.is_statistic}
         return imprecise | rows
 
-    def _replay_draws_in_function(self, value: int) -> bool:
-        """Return True if an `autograd.Function` that draws random numbers runs to recompute `value`."""
-        _, replayed = walk_back(self._reads(value), lambda v: None if self._is_activation(v) else self._reads(v))
-        producers = {self.values[v].producer for v in (value, *replayed)}
-        return any(self._draws_in_function(operator) for operator in self.operators if operator.index in producers)
-
-    def _draws_in_function(self, operator: Operator) -> bool:
-        return is_function(operator.name) and any(self.values[read].is_generator_state for read in operator.inputs)
-
     @cached_property
     def allows_lossy_inputs(self) -> bool:
         """True if the block may run again on inputs that were stored lossily.
 
-        False if it cannot be replayed, chooses indices, draws random numbers in an `autograd.Function`, or if the
-        replay error of a saved value is too large.
+        False if it cannot be replayed, chooses indices, or if the replay error of a saved value is too large.
         """
         is_inexact = any(value.is_decision or (value.saved and value.is_far_recomputed) for value in self.values)
-        return self.untrusted is None and not is_inexact and not any(map(self._draws_in_function, self.operators))
+        return self.untrusted is None and not is_inexact
 
     def codec_options(self, value: int) -> tuple[CodecOption, ...]:
         """Return the codecs that may compress `value`, also those with their payload in host memory."""
@@ -322,21 +303,3 @@ class KindProfile:
     def exactness_dependents_of(self, lossy: Collection[int]) -> frozenset[int]:
         """Return the saved activations that must not be recomputed if the values in `lossy` are stored lossily."""
         return frozenset(value for value, others in self.exactness_dependents.items() if not others.isdisjoint(lossy))
-
-    def with_merged_values(self, equal: Mapping[int, int]) -> KindProfile:
-        """Return a copy in which operators and slots refer to the value `equal[v]` wherever they referred to `v`."""
-        if not equal:
-            return self
-        operators = (
-            operator
-            if equal.keys().isdisjoint(operator.inputs)
-            else replace(operator, inputs=tuple(dict.fromkeys(equal.get(v, v) for v in operator.inputs)))
-            for operator in self.operators
-        )
-        replaced = {v: replace(self.values[v], saved=False, activation=False, equal_to=None) for v in equal}
-        return replace(
-            self,
-            values=tuple(replaced.get(value.index, value) for value in self.values),
-            operators=tuple(operators),
-            slots=tuple(equal.get(value, value) for value in self.slots),
-        )

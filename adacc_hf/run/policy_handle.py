@@ -14,9 +14,8 @@ R4  Parameters and casts of parameters are never compressed. A cast may be recom
 R5  Random operators are replayed from the recorded state of the default generator. Then the generator is restored, so
     that training draws the same numbers as plain training. A plan sees no operators, so a call captures the state when
     autograd saves the last tensor before the operator, or when the call begins. Verification (rule R7) detects draws in
-    between. Random numbers of an autograd Function may depend on its data, so a Function is replayed from exact data
-    only (rule R14). Other random operators are never replayed if they may depend on data (`bernoulli` of
-    probabilities), if they draw from another generator, or if no tensor was saved since the previous draw. The results
+    between. Random operators are never replayed if they may depend on data (`bernoulli` of probabilities, an autograd
+    Function), if they draw from another generator, or if no tensor was saved since the previous draw. The results
     of operators that are not replayed are retained or stored losslessly. In dropout only the mask is random, and the
     mask reads no element of the input. Dropout in fused attention depends only on its sizes.
 R6  An in-place operator makes a new version of a storage. Replay never changes a version that another operator or slot

@@ -8,21 +8,18 @@ fills looks unwritten. But the Function itself is Python. The Function's `forwar
 from __future__ import annotations
 
 import types
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from inspect import unwrap
 from typing import Any, ClassVar, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import nn
 from torch.autograd.function import Function, FunctionCtx
 
-from adacc_hf.artifacts.exact_recompute_rules import FUNCTIONS
 from adacc_hf.tape.tape import geometry_of, leaves, map_tensors
 from adacc_hf.torch_glue.function_calls import has_setup, saved_tensors
 from adacc_hf.torch_glue.private import outer_hooks, storage_key
@@ -54,7 +51,7 @@ class FunctionCall(NamedTuple):
     """State at a call of an `autograd.Function` on which the forward may depend, and the call's non-tensor results."""
 
     identity: str
-    """The class name, and a number that distinguishes classes of the same name in this process."""
+    """The class name, and a number that distinguishes living classes of the same name in this process."""
     requires_grad: tuple[bool, ...]
     """`requires_grad` of each tensor among the arguments, in order."""
     autocast: tuple[tuple[str, torch.dtype], ...]
@@ -69,7 +66,7 @@ class FunctionTarget:
     returns the flattened results, followed by the tensors saved for backward."""
 
     function: type[Function]
-    namespace: ClassVar[str] = FUNCTIONS
+    namespace: ClassVar[str] = "autograd_function"
 
     @property
     def __name__(self) -> str:
@@ -81,7 +78,7 @@ class FunctionTarget:
         return not is_one_operator(self.function)
 
     def __str__(self) -> str:
-        return f"{FUNCTIONS}.{self.function.__module__}.{self.function.__qualname__}"
+        return f"{self.namespace}.{self.function.__module__}.{self.function.__qualname__}"
 
     def __call__(self, *args: Any, call: FunctionCall) -> tuple[Any, ...]:
         """Run the forward of the `autograd.Function` on `args`, the result of `decompose_arguments`. If gradients are
@@ -226,19 +223,11 @@ def _compose_object(parts: Parts) -> Any:
 
 _DEVICE_TYPES = ("cpu", "cuda")
 
-_numbers: WeakKeyDictionary[type[Function], int] = WeakKeyDictionary()
-"""For each `autograd.Function` class, a number that distinguishes it from other classes of the same name."""
-_num_classes: Counter[str] = Counter()
-
 
 def call_of(function: type[Function], args: tuple[Any, ...]) -> FunctionCall:
     """Describe a call of the `autograd.Function` `function` that is about to run. Its results are not known yet."""
     flags = [leaf.requires_grad for leaf in leaves(args) if isinstance(leaf, torch.Tensor)]
-    name = str(FunctionTarget(function))
-    if function not in _numbers:
-        _numbers[function] = _num_classes[name]
-        _num_classes[name] += 1
-    return FunctionCall(f"{name}#{_numbers[function]}", tuple(flags), autocast_of(), None)
+    return FunctionCall(f"{FunctionTarget(function)}#{id(function)}", tuple(flags), autocast_of(), None)
 
 
 def autocast_of() -> tuple[tuple[str, torch.dtype], ...]:

@@ -12,8 +12,8 @@ results with other bits (rule R7).
 
 If a second run of the forward would not give the same result, the Function keeps its operators, and the results that
 these operators do not recompute are stored. `refusal_reasons` contains the reason: the Function writes into an input of
-the block or a parameter, marks arguments as dirty, reads tensors that are not among its arguments, changes Python
-values, or has arguments that cannot be created again.
+the block or a parameter, marks arguments as dirty, reads tensors that are not among its arguments, draws random
+numbers, changes Python values, or has arguments that cannot be created again.
 """
 
 from __future__ import annotations
@@ -55,19 +55,10 @@ from adacc_hf.tape.tape import (
 from adacc_hf.torch_glue.dynamo_gaps import describe_results
 from adacc_hf.torch_glue.function_calls import ForwardCall, begin_watching, end_watching
 from adacc_hf.torch_glue.private import storage_key
-from adacc_hf.torch_glue.rng_state import (
-    RandomStates,
-    draw_from_state,
-    generator_state,
-    preserve_random_states,
-    to_bytes,
-)
+from adacc_hf.torch_glue.rng_state import RandomStates, preserve_random_states
 from adacc_hf.torch_glue.tensors import checksum_of_bytes, copy_with_storage, is_plain, storage_bytes, wraps_others
 
 WRITES = "writes into its arguments"
-NUMPY_VIEW = "Tensor.numpy"
-"""Read that is a conversion to a numpy array, whose data Python code may not have used."""
-
 
 _ROLLED_BACK = (
     "values", "bases", "_storages", "operators", "slots", "reads", "_written", "_current", "untrusted",
@@ -80,12 +71,12 @@ class _RecorderMark:
 
     def __init__(self, recorder: FunctionRecorder) -> None:
         now = {name: vars(recorder)[name] for name in _ROLLED_BACK}
-        self.state = {name: item.copy() if isinstance(item, list | dict) else item for name, item in now.items()}
+        self.state: dict[str, Any] = {
+            name: item.copy() if isinstance(item, list | dict) else item for name, item in now.items()
+        }
         self.overwritten = [value.overwritten for value in recorder.values]
         self.num_values, self.num_operators = len(recorder.values), len(recorder.operators)
         self.num_slots, self.num_reads = len(recorder.slots), len(recorder.reads)
-        self.current, self.untrusted = recorder._current.copy(), recorder.untrusted
-        self.generator_state = recorder._generator_state
 
     def roll_back(self, recorder: FunctionRecorder) -> None:
         """Remove the values, operators, saved tensors and reads that were recorded since."""
@@ -106,11 +97,8 @@ class _FunctionRun:
     saved: list[torch.Tensor]
     """Tensors that the Function saves for backward. Autograd packs them only after the Function was recorded."""
     before: _RecorderMark
-    state: torch.Tensor | None
-    """State of the default generator of the block's device when the Function began."""
     written: list[torch.Tensor]
     """Arguments whose bits changed, one per storage."""
-    is_random: bool
 
     @property
     def returned(self) -> tuple[Any, ...]:
@@ -235,7 +223,7 @@ class FunctionRecorder:
             parts = decompose_arguments(args)
         except NotReplayableError as error:
             reason = str(error)
-        state, states = generator_state(self._device), RandomStates([self._device])
+        states = RandomStates([self._device])
         arguments = {storage_key(t.untyped_storage()): t for t in _argument_tensors(args if parts is None else parts)}
         function_call = None if parts is None else call_of(function, parts)
         with self.paused():  # this mode is active, unlike in an operator
@@ -249,29 +237,25 @@ class FunctionRecorder:
         saved = self._saved_inside + forward_call.saved
         with self.paused(), autocast_as(()):
             written = [t for key, t in arguments.items() if checksum_of_bytes(storage_bytes(t)) != checksums[key]]
-            is_random = states.have_advanced()
             returned = flatten_results(result, saved)
             # Tensors that wrap others have no bits of their own to compare (float8 training).
             is_wrapped = any(map(wraps_others, self.bases[mark.num_values :]))
-            recomputed_values = None if is_wrapped else self._recomputed_inside(mark, returned, written)
-        if recomputed_values is not None:
+            is_complete = is_wrapped or self._recomputes_all(mark, returned, written)
+        if not is_complete:
             try:
                 if parts is None or function_call is None:
                     raise NotReplayableError(reason)
-                run_record = _FunctionRun(
-                    function, parts, function_call, result, saved, mark, state, written, is_random
-                )
-                self._replace(run_record, recomputed_values)
+                if states.have_advanced():
+                    raise NotReplayableError("draws random numbers")
+                self._replace(_FunctionRun(function, parts, function_call, result, saved, mark, written))
             except NotReplayableError as why:
                 self.refusal_reasons[f"{function.__module__}.{function.__qualname__}"] = str(why)
         self._saved_inside = []
         return result
 
-    def _recomputed_inside(
-        self, before: _RecorderMark, returned: tuple[Any, ...], written: list[torch.Tensor]
-    ) -> frozenset[int] | None:
-        """Return None if replay of the operators inside an `autograd.Function` recomputes all that it `returned`, and
-        it wrote by recorded operators alone and took no numpy view. Else return the values that replay recomputes."""
+    def _recomputes_all(self, before: _RecorderMark, returned: tuple[Any, ...], written: list[torch.Tensor]) -> bool:
+        """Return True if replay of the operators inside an `autograd.Function` recomputes all that it `returned`, and
+        it wrote by recorded operators alone."""
         new_tensors = [tensor for tensor in _argument_tensors(returned) if self._is_made_after(before, tensor)]
         values = [self._current.get(storage_key(tensor.untyped_storage())) for tensor in new_tensors]
         inner_operators = self.operators[before.num_operators :]
@@ -287,36 +271,24 @@ class FunctionRecorder:
             )
         storages = {self._storages[value] for value in changed}
         has_hidden_write = any(storage_key(t.untyped_storage()) not in storages for t in written)
-        has_view = NUMPY_VIEW in self.reads[before.num_reads :] or self.untrusted != before.untrusted
-        is_complete = None not in values and required <= recomputed_values and not has_hidden_write and not has_view
-        return None if is_complete else recomputed_values
+        is_trusted = self.untrusted == before.state["untrusted"]
+        return None not in values and required <= recomputed_values and not has_hidden_write and is_trusted
 
-    def _replace(self, run_record: _FunctionRun, recomputed_values: frozenset[int]) -> None:
-        """Replace the operators of an `autograd.Function` by one that runs its whole forward. `recomputed_values` are
-        those that replay of the inner operators recomputes. Raise NotReplayableError, and change nothing, if the
-        forward cannot run again."""
+    def _replace(self, run_record: _FunctionRun) -> None:
+        """Replace the operators of an `autograd.Function` by one that runs its whole forward. Raise NotReplayableError,
+        and change nothing, if the forward cannot run again."""
         results = results_of(run_record.result)
         target = FunctionTarget(run_record.function)
-        self._check_reads(run_record, results)
+        if self.reads[run_record.before.num_reads :]:
+            raise NotReplayableError("reads data into Python")
         self._check_writes(run_record)
-        foreign = self._foreign_reads(run_record)
-        self._check_run_again(target, run_record, recomputed_values, foreign)
+        self._check_run_again(target, run_record, self._foreign_reads(run_record))
         run_record.before.roll_back(self)
         recorded = map_tensors(run_record.args, torch.Tensor, self.refer)
         call = run_record.call._replace(results=results)
-        is_random = run_record.is_random
-        self._note(target, recorded, {"call": call}, run_record.written, run_record.returned, is_random)
-        self._generator_state = None if is_random else self._generator_state
+        self._note(target, recorded, {"call": call}, run_record.written, run_record.returned)
 
     # Checks. Each raises NotReplayableError with a reason.
-
-    def _check_reads(self, run_record: _FunctionRun, results: Any) -> None:
-        """Raise NotReplayableError if a Function reads data into Python, except numpy views without results."""
-        reads = self.reads[run_record.before.num_reads :]
-        if any(read != NUMPY_VIEW for read in reads):
-            raise NotReplayableError("reads data into Python")
-        if reads and any(leaf is not None for leaf in leaves((results,))):
-            raise NotReplayableError("returns numbers that it may have read from numpy arrays")
 
     def _check_writes(self, run_record: _FunctionRun) -> None:
         """Raise NotReplayableError if an `autograd.Function` wrote, by a kernel that the recorder does not see, to a
@@ -329,7 +301,7 @@ class FunctionRecorder:
         saved = {self._storages[slot.value] for slot in self.slots[: before.num_slots]}
         for tensor in run_record.written:
             key = storage_key(tensor.untyped_storage())
-            value = before.current.get(key)
+            value = before.state["_current"].get(key)
             if value is None or self.values[value].source is not None or key in saved:
                 raise NotReplayableError(WRITES)
 
@@ -345,28 +317,20 @@ class FunctionRecorder:
                 raise NotReplayableError("runs collective operators")
             for value in operator.inputs():
                 source = self.values[value].source
-                is_inside = not self._is_outer(mark, value) or self._storages[value] in argument_keys
-                if is_inside or (source is not None and source.place == "generator"):
+                if not self._is_outer(mark, value) or self._storages[value] in argument_keys:
                     continue
                 if source is None or source.place != "unknown":
                     raise NotReplayableError(f"reads {source or 'a tensor'} that is not among its arguments")
                 foreign.add(self._storages[value])
         return foreign
 
-    def _check_run_again(
-        self, target: FunctionTarget, run_record: _FunctionRun, recomputed_values: frozenset[int], foreign: set[int]
-    ) -> None:
-        """Run the forward of an `autograd.Function` again. Raise NotReplayableError if it draws other random numbers,
-        changes Python values, saves other tensors, makes another layout, reads a storage in `foreign`, or if no result,
-        or not all of `recomputed_values`, have the same bits. A result of other bits is stored. Bits are not compared
-        if it wrote into an argument."""
+    def _check_run_again(self, target: FunctionTarget, run_record: _FunctionRun, foreign: set[int]) -> None:
+        """Run the forward of an `autograd.Function` again. Raise NotReplayableError if it changes Python values, saves
+        other tensors, makes another layout or other bits, or reads a storage in `foreign`. Bits are not compared if it
+        wrote into an argument."""
         surroundings = Surroundings(run_record.function)
         if surroundings.has_tensors:
             raise NotReplayableError("can reach tensors that are not among its arguments, through globals or a closure")
-        recorded_state, state = run_record.before.generator_state, run_record.state
-        is_recorded = recorded_state is not None and state is not None and to_bytes(recorded_state) == to_bytes(state)
-        if run_record.is_random and not is_recorded:  # numbers were drawn since then
-            raise NotReplayableError("draws from a generator whose state is not recorded")
         second_results, read_storages = self._run_forward_again(target, run_record)
         if not read_storages.isdisjoint(foreign):
             raise NotReplayableError("reads a tensor that is not among its arguments")
@@ -378,7 +342,6 @@ class FunctionRecorder:
             second_results = second_results[: len(returned)]
         if len(second_results) != len(returned):
             raise NotReplayableError("saves different tensors for backward when it runs again")
-        is_useful = bool(run_record.written)
         for first, second in zip(returned, second_results, strict=True):
             if not isinstance(first, torch.Tensor) or not self._is_made_after(run_record.before, first):
                 continue
@@ -388,18 +351,13 @@ class FunctionRecorder:
                 raise NotReplayableError("returns the same storage when it runs again")
             with self.paused():
                 has_same_bits = bool(run_record.written) or same_bits(first, second)
-            is_recomputed = self._current.get(storage_key(first.untyped_storage())) in recomputed_values
-            if is_recomputed and not has_same_bits:
+            if not has_same_bits:
                 raise NotReplayableError("gives different bits when it runs again")
-            is_useful |= has_same_bits
-        if not is_useful:
-            raise NotReplayableError("gives different bits when it runs again")
 
     def _run_forward_again(self, target: FunctionTarget, run_record: _FunctionRun) -> tuple[tuple[Any, ...], set[int]]:
         """Run the forward again. Return its results, and the keys of the storages that operators inside it read."""
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-        drawing = draw_from_state(run_record.state if run_record.is_random else None, self._device)
-        with self.paused(), torch.no_grad(), hooks, preserve_random_states([self._device]), drawing:
+        with self.paused(), torch.no_grad(), hooks, preserve_random_states([self._device]):
             copies = {storage_key(t.untyped_storage()): copy_with_storage(t.detach()) for t in run_record.written}
             args = on_copies(run_record.args, copies)
             read_storages: set[int] = set()
@@ -428,7 +386,7 @@ class FunctionRecorder:
         if not is_plain(tensor) or not has_storage(tensor):
             return False
         key = storage_key(tensor.untyped_storage())
-        return key not in before.current and key not in self._externals
+        return key not in before.state["_current"] and key not in self._externals
 
     def _is_outer(self, before: _RecorderMark, value: int) -> bool:
         """Return True if `value` existed before the `autograd.Function` ran, or if no operator computed it."""

@@ -330,7 +330,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):
         has_own_generator = any(isinstance(leaf, torch.Generator) for leaf in leaves(drawn.args, drawn.kwargs))
         reads = {ref.value for ref in tensor_refs((drawn.args, drawn.kwargs))} - {old for old, _ in drawn.mutations}
         is_fill = not reads and len(drawn.mutations) <= 1  # a random ReLU changes both its noise and its input
-        may_run_again = is_fill or drawn.is_attention or drawn.is_function
+        may_run_again = is_fill or drawn.is_attention
         if state is None or device != self._device or has_own_generator or not may_run_again:
             return None
         state = state.clone() if self._fake_state is not None and device.type == "cpu" else state  # own memory

@@ -232,19 +232,11 @@ def _is_norm(call: _Call) -> bool:
     return len(call.operator.args[1]) <= len(call.refs[0].geometry[0]) - call.splits[0]
 
 
-def _is_cat(call: _Call) -> bool:
-    """Return True if all tensors consist of rows, and are joined along another dimension."""
-    args = call.operator.args
-    dimension = (args[1] if len(args) > 1 else 0) % len(call.refs[0].geometry[0])
-    return len(call.refs) == len(args[0]) and len(set(call.splits)) == 1 and dimension >= call.splits[0]
-
-
 _CHECKS: dict[str, Callable[[_Call], bool]] = {
     **dict.fromkeys(PRODUCTS, _is_product),
     **dict.fromkeys(("mean", "sum", "amax", "var_mean", "var", "softmax", "log_softmax"), _is_over_columns),
     **dict.fromkeys(("native_layer_norm", "fused_rms_norm"), _is_norm),
     **dict.fromkeys(("to_copy", "copy", "native_dropout", "empty_like", "bernoulli"), _is_pointwise),
-    "cat": _is_cat,
 }
 """For each operator name, a function that returns True if a call of the operator is row-wise. Operators that torch
 tags as pointwise are not listed."""

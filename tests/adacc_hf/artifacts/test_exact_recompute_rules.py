@@ -169,18 +169,6 @@ def test_a_statistic_is_stored_beside_its_own_rows_alone_however_far_off_it_woul
     assert exactness_dependents == {deviation: frozenset({rows}), scaled: frozenset({start, rows, deviation})}
 
 
-@pytest.mark.parametrize(("name", "is_exact"), [("autograd_function.Drop", False), ("scale", True)])
-def test_a_function_that_draws_runs_again_on_exact_inputs_only(tape_builder, name, is_exact):
-    tape = tape_builder()
-    start, state = tape.value("input", 16), tape.value("state", 8)
-    tape.values[state]["role"] = "generator"
-    (drawn,) = tape.operator(name, [start, state], [("drawn", 16)], 1.0)
-    (scaled,) = tape.operator("scale", [drawn], [("scaled", 16)], 1.0, save=[-1])
-    kind = tape.kind()
-    assert kind.allows_lossy_inputs == is_exact
-    assert (scaled in kind.exactness_dependents_of([start])) != is_exact
-
-
 def test_the_walk_back_goes_to_the_ends_and_no_further():
     reads = {"a": (), "b": ("a",), "c": ("a", "b"), "d": ("c", "b"), "e": ("d",)}
     ends, inner_nodes = walk_back(["d"], lambda name: None if name in ("b", "e") else reads[name])

@@ -28,7 +28,6 @@ class Shape:
     dtype: torch.dtype
     saved: tuple[str, ...]
     result: str
-    draws: bool
     uses_operators: bool
     weights: str
     materializes: bool
@@ -46,9 +45,6 @@ def make_function(shape):
         )
         inner, out = torch.empty_like(x), torch.empty(x.shape, dtype=x.dtype)
         write_unseen(inner, read_unseen(x) * scale)
-        if shape.draws:
-            noise = torch.rand(x.shape)
-            write_unseen(inner, read_unseen(inner) * (read_unseen(noise) > 0.5))
         write_unseen(out, np.tanh(read_unseen(inner)) * read_unseen(weight.contiguous()))
         if shape.uses_operators:
             inner = (inner * 2).sigmoid()
@@ -110,7 +106,6 @@ def shapes(draw):
         dtype=draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])),
         saved=tuple(draw(st.lists(st.sampled_from(names), max_size=4))),
         result=draw(st.sampled_from(["tensor", "with number", "with none"] if has_setup else RESULTS)),
-        draws=draw(st.booleans()),
         uses_operators=draw(st.booleans()),
         weights=weights,
         materializes=draw(st.booleans()),
@@ -159,22 +154,6 @@ def test_any_function_is_replayed_bit_for_bit(toy_model, toy_batch, assert_exact
 # Functions that each test one thing.
 
 
-class Drop(torch.autograd.Function):
-    """Dropout whose mask is written by address and saved."""
-
-    @staticmethod
-    def forward(ctx, x):
-        mask, out = torch.empty_like(x), torch.empty_like(x)
-        write_unseen(mask, read_unseen(torch.rand(x.shape)) > 0.5)
-        write_unseen(out, read_unseen(x) * read_unseen(mask))
-        ctx.save_for_backward(mask)
-        return out
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0]
-
-
 class Outer(torch.autograd.Function):
     """A Function that calls another one."""
 
@@ -194,7 +173,6 @@ REPLAYED = {
     "kernel": (Scale.apply, Scale),
     "taken early": (scale_taken_early, Scale),
     "in place, unseen": (ScaleInPlace.apply, ScaleInPlace),
-    "drawn": (Drop.apply, Drop),
     "nested": (Outer.apply, Outer),
 }
 
@@ -252,12 +230,12 @@ def test_data_that_the_block_made_leaves_it_to_torch(toy_model, toy_batch, asser
 
 
 class Padding(torch.autograd.Function):
-    """A Function with a size and a random mask as arguments, which saves a tensor larger than its input."""
+    """A Function with sizes as arguments, which saves a tensor larger than its input."""
 
     @staticmethod
     def forward(ctx, x, samples, parts):
         wide, out = x.new_empty(samples, 2, *x.shape[1:]), torch.empty_like(x)
-        write_unseen(wide, np.stack([read_unseen(x), 2 * read_unseen(torch.rand(x.shape))], axis=1))
+        write_unseen(wide, np.stack([read_unseen(x), 2 * read_unseen(x)], axis=1))
         write_unseen(out, read_unseen(wide)[:, 0] * read_unseen(wide)[:, 1] + len(parts))
         ctx.save_for_backward(wide)
         return out, {"samples": samples, "sum": out.sum((1, 2))}

@@ -125,6 +125,15 @@ class Keeping(Scale):
         return out
 
 
+class Drawing(Scale):
+    """A Function that draws from torch's default generator."""
+
+    @staticmethod
+    def forward(ctx, x, factor=3.0):
+        torch.rand(())
+        return Scale.forward(ctx, x, factor)
+
+
 class NeverAlike(Scale):
     """A Function that draws from its own generator."""
 
@@ -191,6 +200,7 @@ REFUSED = {
     "a global table": (through(Looking.apply), "Looking", "can reach tensors"),
     "a table in a closure": (through(in_a_closure(Scale).apply), "Closure", "can reach tensors"),
     "a tensor that stays": (through(Keeping.apply), "Keeping", "returns the same storage when it runs again"),
+    "random": (through(Drawing.apply), "Drawing", "draws random numbers"),
     "other bits": (through(NeverAlike.apply), "NeverAlike", OTHER_BITS),
 }
 

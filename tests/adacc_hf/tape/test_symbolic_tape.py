@@ -58,19 +58,6 @@ def test_a_call_of_another_layout_is_of_no_family():
     assert family.tape_at(sizes_of(text(7, 3).transpose(0, 1)), None) is None
 
 
-# Tapes at sizes that were not recorded
-
-
-def assert_equal_tapes(ours, recorded_tape):
-    """Assert that two tapes are equal in every number."""
-    assert ours.values == recorded_tape.values
-    assert ours.slots == recorded_tape.slots
-    for one, other in zip(ours.operators, recorded_tape.operators, strict=True):
-        assert repr((one.args, one.kwargs)) == repr((other.args, other.kwargs))
-    assert [op.signature() for op in ours.operators] == [op.signature() for op in recorded_tape.operators]
-    assert ours.structure == recorded_tape.structure
-
-
 # Sizes that a symbolic tape serves
 
 
@@ -141,10 +128,6 @@ def test_sizes_with_other_operators_are_another_family(library):
     assert {family_of(library, tokens, block=block) for tokens in (16, 17, 100)} == {above}
 
 
-class Untraced(Block):
-    """A block without any guards."""
-
-
 @torch.compiler.disable
 def rounded_up(hidden):
     return nn.functional.pad(hidden, (0, 0, 0, -hidden.shape[1] % 16))
@@ -156,7 +139,7 @@ def even_or_odd(hidden):
 
 
 def test_where_other_operators_run_unseen_each_size_is_recorded(library):
-    block = Untraced(lambda layer, hidden: even_or_odd(layer(hidden)))
+    block = Block(lambda layer, hidden: even_or_odd(layer(hidden)))
     for tokens in (4, 10, 20):
         record_block(block, text(3, tokens), library=library)
     assert served(library, 6, block=block)
@@ -167,7 +150,7 @@ def test_where_other_operators_run_unseen_each_size_is_recorded(library):
 
 def test_records_of_other_operators_are_not_fitted_together():
     """Records of a profile are merged without a comparison with the symbolic tape (`TapeCache.take`)."""
-    block = Untraced(lambda layer, hidden: even_or_odd(layer(hidden)))
+    block = Block(lambda layer, hidden: even_or_odd(layer(hidden)))
     class_records = SizeClassRecords(SymbolicTape.of)
     for tokens in (4, 10, 20):
         class_records.add(record_of(block, text(3, tokens)))
@@ -184,7 +167,7 @@ def rounding(layer, hidden):
 def test_numbers_that_follow_no_rule_are_given_up(library):
     lengths = (3, 18, 30, 35, 49, 60, 66, 90)
     assert len(lengths) == MOST_RECORDS
-    block = Untraced(rounding)
+    block = Block(rounding)
     for tokens in lengths:
         record_block(block, text(3, tokens), library=library)
         assert not served(library, 20, block=block)
@@ -204,7 +187,7 @@ def test_blocks_that_are_not_trusted_are_not_recorded_at_each_size(library):
     def read(hidden):
         return hidden.detach().tanh().sum().item() if reads else 1.0
 
-    block = Untraced(lambda layer, hidden: layer(hidden) * read(hidden))
+    block = Block(lambda layer, hidden: layer(hidden) * read(hidden))
     for number, tokens in enumerate((4, 9, 14)):
         key = key_of(block, text(3, tokens))
         assert (library.untrusted_at(key, "block") is None) == (number < ENOUGH_RECORDS - 1)
@@ -247,7 +230,7 @@ def test_sizes_that_were_equal_by_chance_come_apart(library):
     for tokens, others in ((17, 8), (9, 20), (12, 12)):
         family, sizes = library.symbolic_tape_at(given_pair(block, 3, tokens, others), "block")
         _, tape = record_block(block, text(3, tokens), text(3, others))
-        assert_equal_tapes(library.tape_of(family, sizes), tape)
+        assert describe_numbers(library.tape_of(family, sizes)) == describe_numbers(tape)
 
 
 # Results that show later
