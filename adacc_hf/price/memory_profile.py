@@ -22,7 +22,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.shared_storage import RecordedBlock
-from adacc_hf.price.unreplayable_kinds import with_untrusted_memory
+from adacc_hf.price.unreplayable_kinds import saved_bytes, with_untrusted_memory
 from adacc_hf.run.blocks import BlockCall, Strategy
 from adacc_hf.torch_glue.distributed import gradients_of
 from adacc_hf.torch_glue.memory import distinct_bytes
@@ -54,33 +54,32 @@ class StepLayout:
     """Peak in each block's backward, without the tensors that it and earlier blocks stored."""
 
 
-def with_step(recording: ModelRecording, step: StepLayout) -> ModelRecording:
-    """Return a copy of `recording` in which each kind of block needs at least the memory measured in `step`. A block
-    alone may need less, because it exchanges no gradients, for example."""
-    pairs = zip(recording.kinds, recording.watched, strict=True)
-    return replace(recording, kinds=[_with_step(recording, kind, block, step) for kind, block in pairs])
+def kinds_in_step(recording: ModelRecording, step: StepLayout) -> list[KindProfile]:
+    """Return the kinds of `recording` so that each needs at least the memory measured in `step`, in its last call. A
+    block alone may need less, because it exchanges no gradients, for example."""
+    watched = {block.kind: block for block in recording.blocks}.values()
+    return [_with_step(recording, kind, block, step) for kind, block in zip(recording.kinds, watched, strict=True)]
 
 
 def _with_step(recording: ModelRecording, kind: KindProfile, block: RecordedBlock, step: StepLayout) -> KindProfile:
     name, peak = block.name, step.peaks.get(block.name)
     if kind.untrusted is not None:
-        again_bytes = 0 if block.is_retained else recording.saved_bytes[name]
+        again_bytes = 0 if block.is_retained else saved_bytes(block, recording.shared_tensors)
         extra_bytes = None if peak is None else max(0, peak - again_bytes)
         # The first forward was recorded. The second one, in backward, was measured.
         in_forward = (extra_bytes or 0) + max((value.nbytes for value in kind.values[1:]), default=0)
         in_forward = max(in_forward, step.forward_peaks[name] - kind.generator_bytes)
         return with_untrusted_memory(kind, in_forward, extra_bytes)
-    outcome = recording.outcome_of(block)
+    outcome, position = recording.outcome_of(block), recording.positions[name]
     backward_peak = 0 if peak is None else peak + outcome.stored_bytes
-    is_followed = name in recording.calls_after_rest  # by the backward of the rest, as its forward follows the rest's
     more = max(0, step.forward_peaks[name] - outcome.forward_working_bytes)
     forward = tuple(replace(event, extra_bytes=event.extra_bytes + more) for event in kind.forward)
-    if name in recording.calls_before_rest:
+    if position.precedes_rest:
         stored_bytes = outcome.forward_moments[-1] - kind.forward[-1].extra_bytes
         extra_bytes = step.rest_peaks[name] - stored_bytes
         forward = (*forward, ForwardEvent(value=-1, death=False, extra_bytes=extra_bytes))
     backward, more = kind.backward, max(0, backward_peak - outcome.working_bytes)
-    if more and is_followed:
+    if more and position.follows_rest:  # the backward of the rest runs after this block's
         backward = (*backward, BackwardEvent(slot=-1, release=True, entry_bytes=0, extra_bytes=backward_peak))
     elif more:
         backward = tuple(

@@ -46,7 +46,8 @@ class TiledKinds:
     def added(self, tiled: ModelRecording) -> Profile:
         """Return the profile with more kinds: those of `tiled`, a recording of the same calls with modules in tiles."""
         profile, recording, modules = self.profile, self._recording, self._modules
-        if [shared.name for shared in tiled.shared] != [shared.name for shared in recording.shared]:
+        shared_names = [[shared.name for shared in each.shared_tensors.records] for each in (tiled, recording)]
+        if shared_names[0] != shared_names[1]:
             return profile  # the records of tensors that several blocks share would not fit the other kinds
         if [block.name for block in tiled.blocks] != [block.name for block in recording.blocks]:
             return profile
@@ -54,8 +55,7 @@ class TiledKinds:
         pairs = {block.kind: (block, in_tiles) for block, in_tiles in blocks if block.kind in modules}
         measured = list(tiled.kinds)
         for index, (_, in_tiles) in pairs.items():
-            memory = tiled.tile_memory.get(in_tiles.tape.digest, {})
-            tiles = _row_tiles(modules[index], memory, in_tiles.tape)
+            tiles = _row_tiles(modules[index], in_tiles.tile_memory, in_tiles.tape)
             measured[in_tiles.kind] = replace(measured[in_tiles.kind], tiles=tiles)
         kinds = list(profile.kinds)
         for index, (block, in_tiles) in pairs.items():
