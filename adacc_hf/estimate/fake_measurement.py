@@ -38,8 +38,7 @@ from adacc_hf.price.codec_selection import (
     make_codec,
     outlier_codecs,
 )
-from adacc_hf.price.cost_model import Prices
-from adacc_hf.price.measurement import Measurement
+from adacc_hf.price.measurement import Measurement, Prices
 from adacc_hf.tape.execution_plan import encode_view
 from adacc_hf.tape.operator_effects import DESCRIBED, DeclaredRngUse, operator_argument
 from adacc_hf.tape.replay import stand_in, takes_device, view

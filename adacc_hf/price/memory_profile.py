@@ -19,10 +19,10 @@ from adacc_hf.artifacts.kind_profile import BackwardEvent, ForwardEvent, KindPro
 from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.price.kind_profile_builder import saved_bytes, with_untrusted_memory
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.shared_storage import RecordedBlock
-from adacc_hf.price.unreplayable_kinds import saved_bytes, with_untrusted_memory
 from adacc_hf.run.blocks import BlockCall, Strategy
 from adacc_hf.torch_glue.distributed import gradients_of
 from adacc_hf.torch_glue.memory import distinct_bytes

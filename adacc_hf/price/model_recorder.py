@@ -20,8 +20,7 @@ from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.price.block_memory import BlockMemory, RepeatedCall, measure_block
 from adacc_hf.price.codec_gradient_error import GradientErrors
 from adacc_hf.price.codec_selection import is_parameter_cast
-from adacc_hf.price.cost_model import Prices
-from adacc_hf.price.measurement import Measurement
+from adacc_hf.price.measurement import Measurement, Prices
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.preserved_values import preserved_block
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors, TensorNote, storage_key_of

@@ -14,10 +14,9 @@ from adacc_hf.artifacts.kind_profile import KindProfile
 from adacc_hf.artifacts.plans import checkpoint_plan, recompute_plan
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Plan
 from adacc_hf.price.block_memory import BlockMemory
-from adacc_hf.price.cost_model import Prices
-from adacc_hf.price.kind_profile_builder import KindProfileBuilder
+from adacc_hf.price.kind_profile_builder import KindProfileBuilder, untrusted_kind
+from adacc_hf.price.measurement import Prices
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
-from adacc_hf.price.unreplayable_kinds import untrusted_kind
 
 
 class ModelRecording:
