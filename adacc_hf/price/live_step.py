@@ -250,14 +250,9 @@ class LiveStep:
         """Return the profile, after `end`. `changes` are fields of the `TrainingStep` that were not known before."""
         step = replace(self._step, **changes)
         recording = self.recording
-        bytes_of_calls = {block.name: recording.kept_bytes(block) for block in recording.blocks}
         in_blocks_ms = sum(recording.kinds[block.kind].forward_ms for block in recording.blocks)
-        layout = step_layout(
-            self._meter.points,
-            {name: stored_bytes for name, (stored_bytes, _) in bytes_of_calls.items()},
-            {name: live_bytes for name, (_, live_bytes) in bytes_of_calls.items()},
-            self._recorder.leftovers,
-        )
+        kept_bytes = {block.name: recording.kept_bytes(block) for block in recording.blocks}
+        layout = step_layout(self._meter.points, kept_bytes, self._recorder.leftovers)
         kinds, shared = kinds_in_step(recording, layout), recording.shared_tensors.records
         model, measurement = self._installation.model, self._measurement
         host_link, host_free_bytes = measurement.host_link(self.device, self.config, model)

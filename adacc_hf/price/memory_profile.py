@@ -105,26 +105,23 @@ def peak_between(points: Sequence[MemoryPoint], first: tuple[Any, ...], *until: 
 
 
 def step_layout(
-    points: Sequence[MemoryPoint],
-    stored: Mapping[str, int],
-    live: Mapping[str, int],
-    leftovers: Mapping[str, int],
+    points: Sequence[MemoryPoint], kept_bytes: Mapping[str, tuple[int, int]], leftovers: Mapping[str, int]
 ) -> StepLayout:
-    """Return the memory of a step from the `points` of a meter, and the bytes that each block `stored`, in the order of
-    the forward. `live` are the stored bytes without the tensors that live until the end of the forward anyway, and
-    `leftovers` the bytes that measuring a block has left until then."""
+    """Return the memory of a step from the `points` of a meter. `kept_bytes` are the bytes that each block stored, in
+    the order of the forward, and these without the tensors that live until the end of the forward anyway. `leftovers`
+    are the bytes that measuring a block has left until then."""
 
     def all_of(moment: str) -> Iterator[MemoryPoint]:
         return (point for point in points if point.label[0] == moment)
 
-    names = list(stored)
-    stored_up_to = dict(zip(names, accumulate(stored.values()), strict=True))
-    live = {name: live[name] + leftovers[name] for name in names}
+    names = list(kept_bytes)
+    stored_up_to = dict(zip(names, accumulate(stored for stored, _ in kept_bytes.values()), strict=True))
+    live = {name: kept_bytes[name][1] + leftovers[name] for name in names}
     live_before = {name: end - live[name] for name, end in zip(names, accumulate(live.values()), strict=True)}
     bases = dict.fromkeys(names, 0)  # a frozen block has no backward
     backwards = {point.label[1]: point.live_bytes for point in all_of("backward")}
     bases |= {name: live_bytes - stored_up_to[name] for name, live_bytes in backwards.items()}
-    all_stored = sum(stored.values())
+    all_stored = stored_up_to[names[-1]]
     tail = next(all_of("tail"), None)
     enters = {point.label[1]: point.live_bytes for point in all_of("enter")}
     starts = {name: enters[name] + leftovers[name] for name in names}

@@ -194,7 +194,6 @@ class ModelRecorder:
                 tile_memory=self._tile_memory.get(tape.digest, {}),
                 slot_refs=slot_refs,
                 kept_values=kept_values,
-                is_retained=tape.untrusted is not None and not is_checkpointed,
                 is_checkpointed=is_checkpointed,
                 changes_state=changes_state,
                 outliers=outliers,

@@ -69,13 +69,16 @@ class RecordedBlock:
     """True if the call trained under torch's checkpoint."""
     changes_state: bool = False
     """True if the block must not run twice, because its calls change Python state (`changes_in_place`)."""
-    is_retained: bool = False
-    """True if the call keeps all its saved tensors, although its operators cannot be replayed."""
     dead_slots: frozenset[int] = frozenset()
     """Slots that autograd freed before the forward's end, because no loss depends on the operator that saved them."""
     externally_held: frozenset[int] = frozenset()
     """Saved values that an autograd function's attribute or a module keeps alive."""
     kind: int = -1
+
+    @property
+    def is_retained(self) -> bool:
+        """True if the call keeps all its saved tensors, because its operators cannot be replayed."""
+        return self.tape.untrusted is not None and not self.is_checkpointed
 
     def note_liveness(self) -> None:
         """Record, at the end of the model's forward, `dead_slots` and `externally_held`."""

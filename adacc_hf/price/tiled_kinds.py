@@ -37,7 +37,11 @@ class TiledKinds:
         self.profile, self._recording, self._config = profile, recording, config
         self._modules = _row_wise_modules(installation, recording) if config.allows_tiles else {}
         self.tilings = {
-            block.name: _measured_tiling(self._modules[block.kind])
+            block.name: Tiling(
+                modules=tuple(module.path for module in self._modules[block.kind]),
+                backward_only=tuple(module.path for module in self._modules[block.kind] if not module.has_products),
+                num_tiles=MEASURED_TILES,
+            )
             for block in recording.blocks
             if block.kind in self._modules
         }
@@ -53,13 +57,10 @@ class TiledKinds:
             return profile
         blocks = zip(recording.blocks, tiled.blocks, strict=True)
         pairs = {block.kind: (block, in_tiles) for block, in_tiles in blocks if block.kind in modules}
-        measured = list(tiled.kinds)
-        for index, (_, in_tiles) in pairs.items():
-            tiles = _row_tiles(modules[index], in_tiles.tile_memory, in_tiles.tape)
-            measured[in_tiles.kind] = replace(measured[in_tiles.kind], tiles=tiles)
         kinds = list(profile.kinds)
         for index, (block, in_tiles) in pairs.items():
-            kind = measured[in_tiles.kind]
+            tiles = _row_tiles(modules[index], in_tiles.tile_memory, in_tiles.tape)
+            kind = replace(tiled.kinds[in_tiles.kind], tiles=tiles)
             if kind.tiles is None or kind.untrusted is not None:
                 continue
             source = _PriceSource(profile.kinds[index], block.tape, modules[index], self._config)
@@ -83,15 +84,6 @@ def _row_wise_modules(installation: Installation, recording: ModelRecording) -> 
                 log.info("Adacc: %s of block %s does not run in tiles: %s", module.path, block.name, reason)
                 modules[block.kind].remove(module)
     return {kind: of_kind for kind, of_kind in modules.items() if of_kind}
-
-
-def _measured_tiling(modules: Sequence[RowWiseModule]) -> Tiling:
-    """Return the tiles in which the modules run while the memory of their kind of blocks is measured."""
-    return Tiling(
-        modules=tuple(module.path for module in modules),
-        backward_only=tuple(module.path for module in modules if not module.has_products),
-        num_tiles=MEASURED_TILES,
-    )
 
 
 def _row_tiles(modules: Sequence[RowWiseModule], memory: Mapping[str, TileMemory], tape: Tape) -> RowTiles | None:
