@@ -35,7 +35,7 @@ from adacc_hf.eval.throughput import Run
 from adacc_hf.eval.trials.isolation import run_isolated
 from adacc_hf.eval.trials.model_under_test import Batch
 from adacc_hf.eval.trials.trial import check_limit
-from adacc_hf.price.resized_profile import resize_profile
+from adacc_hf.price.codec_selection import resize_profile
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.reports.run_record import Spread, markdown_table, to_json
 from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy

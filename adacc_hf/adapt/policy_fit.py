@@ -20,7 +20,7 @@ from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import Shapes, SizeModel, joined
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.price.resized_profile import resize_profile
+from adacc_hf.price.codec_selection import resize_profile
 from adacc_hf.solve.simple_policies import policy_of_plans
 from adacc_hf.solve.solver import least_policy, recomputing_policies, solve_policy
 from adacc_hf.torch_glue.batch_shapes import describe, num_elements

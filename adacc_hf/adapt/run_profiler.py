@@ -18,8 +18,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.head.head import ChunkedHead
 from adacc_hf.price.batch import Batch, TrainingStep
 from adacc_hf.price.live_step import LiveStep
-from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.optimizer_memory import OptimizerMeter, state_bytes
+from adacc_hf.price.measurement import Measurement, OptimizerMeter, state_bytes
 from adacc_hf.price.tiled_kinds import TiledKinds
 from adacc_hf.run.blocks import Installation
 from adacc_hf.tape.tape_cache import TapeCache, profiled_tapes

@@ -142,7 +142,7 @@ class SizeModel:
 
         `profile` is the measured profile, or a copy of the measured profile with other times and codecs. The profile's
         head must be the measured head. `shapes` must be shapes for which `size_class` is not None. The codecs are not
-        changed. To select codecs for the shapes, use `resized_profile.resize_profile`.
+        changed. To select codecs for the shapes, use `codec_selection.resize_profile`.
         """
         if shapes == self._shapes:
             return profile

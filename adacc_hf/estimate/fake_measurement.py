@@ -33,8 +33,7 @@ from adacc_hf.head.lazy_logits import LossCall
 from adacc_hf.kernels.codecs import MASK, Codec, codec_type, get_codec
 from adacc_hf.price.codec_gradient_error import GradientErrors
 from adacc_hf.price.codec_selection import OUTLIER_SHARE, codec_candidates, make_codec, outlier_codecs
-from adacc_hf.price.cost_model import Prices
-from adacc_hf.price.measurement import Measurement
+from adacc_hf.price.measurement import Measurement, Prices
 from adacc_hf.tape.execution_plan import encode_view
 from adacc_hf.tape.operator_effects import DESCRIBED, DeclaredRngUse, operator_argument
 from adacc_hf.tape.replay import stand_in, takes_device, view

@@ -40,18 +40,18 @@ class BlockMemory(NamedTuple):
     """Empty if no result of the call requires a gradient."""
 
 
-class RepeatedCall:
+class RepeatedCall(NamedTuple):
     """Call of a block that can run again, on new copies of its parameters, which share their memory."""
 
-    def __init__(self, run: Callable[[_Leaves], Any], num_results: int, written: Set[int]) -> None:
-        self._run, self._num_results, self._written = run, num_results, written
-        self._leaves: _Leaves | None = None
-        """Leaves of the latest run, which keep its gradients alive."""
+    run: Callable[[_Leaves], Any]
+    num_results: int
+    """Number of results that require gradients."""
+    written: Set[int]
+    """Storages of inputs that the call writes to, of which each run gets copies."""
 
     @staticmethod
     def of_graph(graph: Callable[..., Any], inputs: Sequence[Any], num_results: int, written: Set[int]) -> RepeatedCall:
-        """Return a call that runs a traced `graph`, whose first `num_results` results require gradients. `written` are
-        the storages of inputs that the call writes to, of which each run gets copies."""
+        """Return a call that runs a traced `graph`."""
         return RepeatedCall(lambda leaves: graph(*map(leaves.of, inputs)), num_results, written)
 
     @staticmethod
@@ -80,28 +80,10 @@ class RepeatedCall:
 
         return RepeatedCall(run, num_results, written)
 
-    def run(self, has_gradients: bool = False) -> Any:
-        """Run the call. If `has_gradients`, the copies of parameters have gradients already."""
-        self._leaves = _Leaves(self._written, has_gradients)
-        return self._run(self._leaves)
-
-    def free(self) -> None:
-        """Free the leaves of the latest run, and their gradients."""
-        self._leaves = None
-
-    def results(self, has_gradients: bool) -> list[torch.Tensor]:
-        """Run the call, and return the results from which a backward starts."""
-        tensors: dict[int, torch.Tensor] = {}
-        leaves = tree_leaves(self.run(has_gradients))
-        arguments = set() if self._leaves is None else set(map(id, self._leaves.made.values()))
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and id(leaf) not in arguments:
-                tensors.setdefault(id(leaf), leaf)
-        return list(tensors.values())[: self._num_results]
-
 
 class _Leaves:
-    """Leaf tensors with the memory of a call's inputs, for one run of the call."""
+    """Leaf tensors with the memory of a call's inputs, for one run of the call. If `has_gradients`, those of parameters
+    have gradients already."""
 
     def __init__(self, written: Set[int], has_gradients: bool) -> None:
         self._written, self._has_gradients = written, has_gradients
@@ -152,8 +134,6 @@ def measure_block(
             in_forward = _run_forward(call, forward)
         with measurement.meter(device) as backward:
             in_backward = _run_backward(graph, backward, measurement, has_gradients)
-    call.free()
-    graph.free()
     return BlockMemory(
         _forward_events(forward.points, _Slots(tape, dead_slots, in_forward)),
         _backward_events(backward.points, _Slots(tape, dead_slots, in_backward)),
@@ -224,7 +204,7 @@ def _run_forward(call: RepeatedCall, meter: MemoryMeter) -> _SavedTensors:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, refuse_backward), watching_tiles(partial(_mark_tiles, meter)):
         meter.mark(("enter", -1))
-        result = call.run()
+        result = call.run(_Leaves(call.written, False))
     meter.mark(("leave", -1))
     del result
     return saved
@@ -298,7 +278,8 @@ def _run_backward(
         return saved_tensor(packed.tensor)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack), watching_tiles(partial(_mark_tiles, meter)):
-        results = call.results(has_gradients)
+        leaves = _Leaves(call.written, has_gradients)  # keep the gradients alive
+        results = _results(call, leaves)
     if results:
         measurement.on_gradient(results[0], partial(meter.mark, ("backward", -1)))
         loss = _Loss.apply(*results)
@@ -308,6 +289,18 @@ def _run_backward(
             measurement.backward(loss)
     saved.note_survivors()
     return saved
+
+
+def _results(call: RepeatedCall, leaves: _Leaves) -> list[torch.Tensor]:
+    """Run `call`, and return the results from which a backward starts."""
+    outputs = tree_leaves(call.run(leaves))
+    arguments = set(map(id, leaves.made.values()))
+    tensors = {
+        id(output): output
+        for output in outputs
+        if isinstance(output, torch.Tensor) and output.grad_fn is not None and id(output) not in arguments
+    }
+    return list(tensors.values())[: call.num_results]
 
 
 class _Loss(torch.autograd.Function):

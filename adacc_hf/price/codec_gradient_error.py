@@ -10,7 +10,7 @@ the error of their gradient equals that of the replaced factor.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -71,14 +71,14 @@ def _measure_gradient_errors(
     for operator in walk(tape, environment):
         stand_ins.run(operator)
         candidates = [value for value in (*operator.inputs(), *operator.results()) if stand_ins.has_stand_in(value)]
-        backward = _make_backward(operator, tape, environment) if candidates else None
-        if backward is not None:
+        error_of = _error_function(operator, tape, environment) if candidates else None
+        if error_of is not None:
             for value in candidates:
                 for name, decoded in stand_ins.decoded(value):
-                    error = max(backward.error(value, decoded), worst_errors.codecs.get((value, name), 0.0))
+                    error = max(error_of(value, decoded), worst_errors.codecs.get((value, name), 0.0))
                     worst_errors.codecs[value, name] = error
                 if value in stand_ins.recomputed:
-                    error = backward.error(value, stand_ins.recomputed[value])
+                    error = error_of(value, stand_ins.recomputed[value])
                     worst_errors.replay[value] = max(error, worst_errors.replay.get(value, 0.0))
         stand_ins.free_unused(operator)
     return worst_errors
@@ -156,35 +156,26 @@ def _decoded_base(codec: Codec, tape: Tape, base: torch.Tensor, value: int) -> t
     return view(codec.decode(codec.encode(tensor)), tape.values[value].ref)
 
 
-def _make_backward(
+def _error_function(
     operator: TapeOperator, tape: Tape, environment: Environment
-) -> _OperatorBackward | _ProductBackward | None:
+) -> Callable[[int, torch.Tensor], float] | None:
+    """Return a function of (value, replacement) that computes the error of the operator's gradients, or None."""
     operands = [*operator.inputs(), *operator.results()]
     can_run = operator.outputs and not operator.mutations and not operator.is_collective and not operator.blanks()
     bases = {value: tensor for value in operands if (tensor := environment[value]) is not None}
     if not can_run or len(bases) < len(set(operands)) or any(tape.values[value].overwritten for value in operands):
         return None
     if operator.short_name in _PRODUCTS:
-        return _ProductBackward(operator, bases)
+        factors = {value: bases[value] for value in operator.inputs()}
+        return lambda value, other: float(relative_error([factors[value]], [other])) if value in factors else 0.0
     try:
-        return _OperatorBackward(operator, bases)
+        return _OperatorBackward(operator, bases).error
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         if operator.is_function or isinstance(error, RuntimeError):  # no derivative, or the user's own
             return None
         raise
-
-
-class _ProductBackward:
-    """Gradient error of a matrix product or convolution, computed without running its backward."""
-
-    def __init__(self, operator: TapeOperator, bases: Mapping[int, torch.Tensor]) -> None:
-        self._factors = {value: bases[value] for value in operator.inputs()}
-
-    def error(self, value: int, replacement: torch.Tensor) -> float:
-        """Return the relative L2 error of `replacement`, which is the gradient's, or 0 if it is no factor."""
-        return float(relative_error([self._factors[value]], [replacement])) if value in self._factors else 0.0
 
 
 class _OperatorBackward:

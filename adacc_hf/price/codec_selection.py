@@ -3,13 +3,15 @@ tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.kind_profile import CodecOption
+from adacc_hf.artifacts.kind_profile import CodecOption, Value
+from adacc_hf.artifacts.profile import Profile
+from adacc_hf.artifacts.size_model import Shapes
 from adacc_hf.kernels.codecs import MASK, Codec, codec_type, codecs_suiting, get_codec, precise_codec, replacements
 from adacc_hf.price.precision_sensitive import precision_sensitive_values
 from adacc_hf.price.timing import Bottleneck, time_of
@@ -141,6 +143,35 @@ def _price_codec(codec: Codec, tensor: torch.Tensor, resource: Bottleneck) -> Co
         error=0.0 if codec.lossless else float(relative_error([tensor], [codec.decode(payload)])),
         lossless=codec.lossless,
     )
+
+
+def resize_profile(profile: Profile, shapes: Shapes) -> Profile:
+    """Predict the profile of batches of `shapes` from `profile`. Leave out codecs that do not support the new sizes.
+
+    The profile must be valid for batches of these shapes: `profile.sizes.size_class` must find a size class.
+    """
+    assert profile.sizes is not None
+    resized_profile = profile.sizes.profile_at(profile, shapes)
+    if resized_profile is profile:
+        return profile
+    kinds = []
+    for before, after in zip(profile.kinds, resized_profile.kinds, strict=True):
+        pairs = zip(before.values, after.values, strict=True)
+        values = (replace(v, codecs=tuple(_resized_codecs(old, v))) if v.codecs else v for old, v in pairs)
+        kinds.append(replace(after, values=tuple(values)))
+    return replace(resized_profile, kinds=tuple(kinds))
+
+
+def _resized_codecs(before: Value, after: Value) -> Iterator[CodecOption]:
+    """Yield the codec options of `before` that also support `after`, the same value at the new size."""
+    dtype = getattr(torch, after.dtype)
+    ratio = after.nbytes / before.nbytes if before.nbytes else 1.0
+    for option in after.codecs:
+        codec = get_codec(option.codec, **dict(option.options))
+        if codec.supports(after.encoded_shape, dtype):
+            nbytes = codec.predicted_bytes(after.encoded_shape, dtype)
+            encode_ms, decode_ms = option.encode_ms * ratio, option.decode_ms * ratio
+            yield replace(option, nbytes=nbytes, encode_ms=encode_ms, decode_ms=decode_ms)
 
 
 # Roles of values. A value's role decides which codecs suit it (Adacc paper, section 3.2).

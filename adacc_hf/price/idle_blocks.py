@@ -53,11 +53,10 @@ def with_idle_blocks(profile: Profile, installation: Installation) -> Profile:
     """Return a copy of `profile` with all blocks of `installation`. Blocks that it lacks are added as idle."""
     profiled_names = {block.name for block in profile.blocks}
     classes = {name: class_name(block) for name, block in installation.modules.items() if name not in profiled_names}
-    kinds = [*dict.fromkeys(classes.values())]
-    idle = partial(
-        KindProfile, digest=IDLE_KIND, values=(), operators=(), slots=(), backward=(), forward=(), forward_ms=0.0
+    idle = KindProfile(
+        digest=IDLE_KIND, block_class="", values=(), operators=(), slots=(), backward=(), forward=(), forward_ms=0.0
     )
-    base = profile.static_bytes
+    kinds, base = [*dict.fromkeys(classes.values())], profile.static_bytes
     blocks = [
         BlockProfile(
             name=name,
@@ -69,7 +68,7 @@ def with_idle_blocks(profile: Profile, installation: Installation) -> Profile:
     ]
     return replace(
         profile,
-        kinds=(*profile.kinds, *(idle(block_class=block_class) for block_class in kinds)),
+        kinds=(*profile.kinds, *(replace(idle, block_class=block_class) for block_class in kinds)),
         blocks=(*profile.blocks, *blocks),
     )
 

@@ -29,7 +29,7 @@ from adacc_hf.price.batch import Batch, TrainingStep
 from adacc_hf.price.head_memory import HeadMeter
 from adacc_hf.price.idle_blocks import with_idle_blocks
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.memory_profile import CallMarks, gradient_bytes, step_layout, with_step
+from adacc_hf.price.memory_profile import CallMarks, gradient_bytes, kinds_in_step, step_layout
 from adacc_hf.price.model_recorder import ModelRecorder, state_storages
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.shared_storage import storage_key_of
@@ -250,27 +250,21 @@ class LiveStep:
         """Return the profile, after `end`. `changes` are fields of the `TrainingStep` that were not known before."""
         step = replace(self._step, **changes)
         recording = self.recording
-        outcomes = {block.name: recording.outcome_of(block) for block in recording.blocks}
-        unplanned = recording.unplanned_bytes
         in_blocks_ms = sum(recording.kinds[block.kind].forward_ms for block in recording.blocks)
-        layout = step_layout(
-            self._meter.points,
-            {name: outcome.stored_bytes + unplanned.get(name, (0, 0))[0] for name, outcome in outcomes.items()},
-            {name: outcome.live_bytes + unplanned.get(name, (0, 0))[1] for name, outcome in outcomes.items()},
-            self._recorder.leftovers,
-        )
-        recording = with_step(recording, layout)
-        model, shared, measurement = self._installation.model, recording.shared, self._measurement
+        kept_bytes = {block.name: recording.kept_bytes(block) for block in recording.blocks}
+        layout = step_layout(self._meter.points, kept_bytes, self._recorder.leftovers)
+        kinds, shared = kinds_in_step(recording, layout), recording.shared_tensors.records
+        model, measurement = self._installation.model, self._measurement
         host_link, host_free_bytes = measurement.host_link(self.device, self.config, model)
         later_bytes = step.other_batches_bytes(self._batch_bytes) + step.optimizer_state_bytes
         static_bytes = self._static_bytes + later_bytes
-        replay_records = {index for kind in recording.kinds for index in kind.held}
+        replay_records = {index for kind in kinds for index in kind.held}
         saved_records = replay_records | {index for index, record in enumerate(shared) if record.saved}
         saved_shared_bytes = sum(shared[index].nbytes for index in saved_records)
         optimizer_bytes = self._gradient_bytes - self._earlier_bytes + step.optimizer_step_bytes
         profile = Profile(
             model_class=type(model).__name__,
-            kinds=tuple(replace(kind, host_link=host_link) for kind in recording.kinds),
+            kinds=tuple(replace(kind, host_link=host_link) for kind in kinds),
             blocks=tuple(
                 BlockProfile(
                     name=block.name,
@@ -280,13 +274,13 @@ class LiveStep:
                 )
                 for block in recording.blocks
             ),
-            shared=shared,
+            shared=tuple(shared),
             outside_stored_bytes=layout.outside_stored_bytes - self._loss_bytes - saved_shared_bytes,
             static_bytes=static_bytes,
             outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
             loss_peak_bytes=static_bytes + layout.loss_peak_bytes,
             tail_peak_bytes=static_bytes + max(layout.tail_peak_bytes, layout.first_peak_bytes),
-            outside_live_bytes=sum(shared[index].nbytes for index in replay_records & recording.freed_shared),
+            outside_live_bytes=sum(shared[index].nbytes for index in replay_records & recording.shared_tensors.freed),
             available_bytes=measurement.available_bytes(model, step.optimizer),
             host_free_bytes=host_free_bytes,
             step_ms=self._step_ms + in_blocks_ms,

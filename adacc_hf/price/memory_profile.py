@@ -20,10 +20,10 @@ from adacc_hf.artifacts.kind_profile import BackwardEvent, ForwardEvent, KindPro
 from adacc_hf.artifacts.memory_simulator import simulate_policy
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
+from adacc_hf.price.kind_profile_builder import saved_bytes, with_untrusted_memory
 from adacc_hf.price.measurement import Measurement
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.shared_storage import RecordedBlock
-from adacc_hf.price.unreplayable_kinds import with_untrusted_memory
 from adacc_hf.run.blocks import BlockCall
 from adacc_hf.torch_glue.distributed import gradients_of
 from adacc_hf.torch_glue.memory import distinct_bytes
@@ -55,33 +55,32 @@ class StepLayout:
     """Peak in each block's backward, without the tensors that it and earlier blocks stored."""
 
 
-def with_step(recording: ModelRecording, step: StepLayout) -> ModelRecording:
-    """Return a copy of `recording` in which each kind of block needs at least the memory measured in `step`. A block
-    alone may need less, because it exchanges no gradients, for example."""
-    pairs = zip(recording.kinds, recording.watched, strict=True)
-    return replace(recording, kinds=[_with_step(recording, kind, block, step) for kind, block in pairs])
+def kinds_in_step(recording: ModelRecording, step: StepLayout) -> list[KindProfile]:
+    """Return the kinds of `recording` so that each needs at least the memory measured in `step`, in its last call. A
+    block alone may need less, because it exchanges no gradients, for example."""
+    watched = {block.kind: block for block in recording.blocks}.values()
+    return [_with_step(recording, kind, block, step) for kind, block in zip(recording.kinds, watched, strict=True)]
 
 
 def _with_step(recording: ModelRecording, kind: KindProfile, block: RecordedBlock, step: StepLayout) -> KindProfile:
     name, peak = block.name, step.peaks.get(block.name)
     if kind.untrusted is not None:
-        again_bytes = 0 if block.is_retained else recording.saved_bytes[name]
+        again_bytes = 0 if block.is_retained else saved_bytes(block, recording.shared_tensors)
         extra_bytes = None if peak is None else max(0, peak - again_bytes)
         # The first forward was recorded. The second one, in backward, was measured.
         in_forward = (extra_bytes or 0) + max((value.nbytes for value in kind.values[1:]), default=0)
         in_forward = max(in_forward, step.forward_peaks[name] - kind.generator_bytes)
         return with_untrusted_memory(kind, in_forward, extra_bytes)
-    outcome = recording.outcome_of(block)
+    outcome, position = recording.outcome_of(block), recording.positions[name]
     backward_peak = 0 if peak is None else peak + outcome.stored_bytes
-    is_followed = name in recording.calls_after_rest  # by the backward of the rest, as its forward follows the rest's
     more = max(0, step.forward_peaks[name] - outcome.forward_working_bytes)
     forward = tuple(replace(event, extra_bytes=event.extra_bytes + more) for event in kind.forward)
-    if name in recording.calls_before_rest:
+    if position.precedes_rest:
         stored_bytes = outcome.forward_moments[-1] - kind.forward[-1].extra_bytes
         extra_bytes = step.rest_peaks[name] - stored_bytes
         forward = (*forward, ForwardEvent(value=-1, death=False, extra_bytes=extra_bytes))
     backward, more = kind.backward, max(0, backward_peak - outcome.working_bytes)
-    if more and is_followed:
+    if more and position.follows_rest:  # the backward of the rest runs after this block's
         backward = (*backward, BackwardEvent(slot=-1, release=True, entry_bytes=0, extra_bytes=backward_peak))
     elif more:
         backward = tuple(
@@ -107,26 +106,23 @@ def peak_between(points: Sequence[MemoryPoint], first: tuple[Any, ...], *until: 
 
 
 def step_layout(
-    points: Sequence[MemoryPoint],
-    stored: Mapping[str, int],
-    live: Mapping[str, int],
-    leftovers: Mapping[str, int],
+    points: Sequence[MemoryPoint], kept_bytes: Mapping[str, tuple[int, int]], leftovers: Mapping[str, int]
 ) -> StepLayout:
-    """Return the memory of a step from the `points` of a meter, and the bytes that each block `stored`, in the order of
-    the forward. `live` are the stored bytes without the tensors that live until the end of the forward anyway, and
-    `leftovers` the bytes that measuring a block has left until then."""
+    """Return the memory of a step from the `points` of a meter. `kept_bytes` are the bytes that each block stored, in
+    the order of the forward, and these without the tensors that live until the end of the forward anyway. `leftovers`
+    are the bytes that measuring a block has left until then."""
 
     def all_of(moment: str) -> Iterator[MemoryPoint]:
         return (point for point in points if point.label[0] == moment)
 
-    names = list(stored)
-    stored_up_to = dict(zip(names, accumulate(stored.values()), strict=True))
-    live = {name: live[name] + leftovers[name] for name in names}
+    names = list(kept_bytes)
+    stored_up_to = dict(zip(names, accumulate(stored for stored, _ in kept_bytes.values()), strict=True))
+    live = {name: kept_bytes[name][1] + leftovers[name] for name in names}
     live_before = {name: end - live[name] for name, end in zip(names, accumulate(live.values()), strict=True)}
     bases = dict.fromkeys(names, 0)  # a frozen block has no backward
     backwards = {point.label[1]: point.live_bytes for point in all_of("backward")}
     bases |= {name: live_bytes - stored_up_to[name] for name, live_bytes in backwards.items()}
-    all_stored = sum(stored.values())
+    all_stored = stored_up_to[names[-1]]
     tail = next(all_of("tail"), None)
     enters = {point.label[1]: point.live_bytes for point in all_of("enter")}
     starts = {name: enters[name] + leftovers[name] for name in names}

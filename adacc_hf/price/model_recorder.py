@@ -6,7 +6,6 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ from adacc_hf.artifacts.tiles import Tiling
 from adacc_hf.price.block_memory import BlockMemory, RepeatedCall, measure_block
 from adacc_hf.price.codec_gradient_error import GradientErrors
 from adacc_hf.price.codec_selection import is_parameter_cast
-from adacc_hf.price.cost_model import Prices
-from adacc_hf.price.measurement import Measurement
+from adacc_hf.price.measurement import Measurement, Prices
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.preserved_values import preserved_block
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors, TensorNote, storage_key_of
@@ -67,28 +65,18 @@ class ModelRecorder:
         self._repeats_blocks = repeats_blocks
         self._tilings = tilings
         self.blocks: list[RecordedBlock] = []
-        self.kept_keys: set[int] = set()
-        """Keys of the storages of the model's state and of the batch."""
-        self._is_checkpointed = False
-        """True if the latest call runs under torch's checkpoint."""
         self._untrusted: set[type[nn.Module]] = set()
         """Classes of blocks whose operators cannot be replayed. Their later calls run under torch's checkpoint."""
-        self._run_ms = 0.0
-        """Milliseconds of the latest call."""
         self.leftovers: Counter[str] = Counter()
         """Bytes that measurements of each call left in autocast's cache until the forward's end: casts of copies."""
         self._config = config
         self._measurement = measurement
-        self.tile_memory: dict[str, dict[str, TileMemory]] = {}
-        """Memory of one tile (group of rows) of each row-wise module of a block. The outer key is the digest of the
-        block's tape with the modules in tiles, the inner key the module's path. A row-wise module computes each row
-        from that row alone."""
+        self._tile_memory: dict[str, dict[str, TileMemory]] = {}
+        """`RecordedBlock.tile_memory` by the digest of the block's tape."""
         self._prices: dict[str, Prices] = {}
         self._memory: dict[tuple[str, bool], BlockMemory] = {}
         """Memory by (digest of the call's tape, True if the parameters have gradients when the backward begins)."""
         self.leaves_gradients = False
-        self._freed_keys: set[int] | None = None
-        """Keys of those storages of blocks' inputs that were freed when the head ran. None before."""
         self._outside_storages: dict[int, StorageWeakRef] = {}
         """Storages of tensors that autograd saves outside the blocks, by address, which a weak reference keeps from
         being reused. A strong one would keep logits live throughout the profile."""
@@ -99,9 +87,6 @@ class ModelRecorder:
     def end_forward(self, state_keys: set[int], batch_keys: set[int]) -> None:
         """Record which saved tensors are alive, while the loss keeps the graph alive. `state_keys` and `batch_keys` are
         the storages of the model's state and of the batch."""
-        self.kept_keys = state_keys | batch_keys
-        if self._freed_keys is None:
-            self.note_freed()
         self._previous_results = []
         for block in self.blocks:
             block.note_liveness()
@@ -113,22 +98,7 @@ class ModelRecorder:
 
     def recording(self) -> ModelRecording:
         """Return the recording of the forward, and free the tensors of the forward."""
-        recording = ModelRecording.of(
-            self.blocks,
-            self._shared_tensors,
-            self._prices,
-            self._memory,
-            self._config,
-            self.tape_cache,
-            self._freed_keys or set(),
-        )
-        return replace(recording, tile_memory=self.tile_memory)
-
-    def note_freed(self) -> None:
-        """Store the keys of the blocks' input storages that nothing but the recorded calls keeps alive."""
-        inputs = [note for block in self.blocks for note in block.holdable_inputs()]
-        held_keys = self._outside_storages.keys() | self.kept_keys
-        self._freed_keys = {note.key for note in inputs if note.key not in held_keys}
+        return ModelRecording(self.blocks, self._shared_tensors, self._prices, self._memory, self._config)
 
     @property
     def has_run(self) -> bool:
@@ -148,8 +118,10 @@ class ModelRecorder:
         arguments = {Source("argument", path): tensor for path, tensor in argument_tensors(args, kwargs)}
         recording = Recording(name, block, args, kwargs, self._measurement.rng_use, keeps_results=tiling is not None)
         state = BlockState(block, (args, kwargs)) if self._repeats_blocks else None
-        self._is_checkpointed = (key is None or type(block) in self._untrusted) and not changes_in_place(block)
-        result = self._run(recording, called)
+        is_checkpointed = (key is None or type(block) in self._untrusted) and not changes_in_place(block)
+        started = self._measurement.seconds_at(self._device)
+        result = recording.run_checkpointed(called) if is_checkpointed else recording.run(called)
+        run_ms = 1e3 * (self._measurement.seconds_at(self._device) - started)
         may_repeat = state is not None and state.find_changes() is None
         if key is None and known_shapes.paths.leave_out(recording.recorder.function_results):
             key = known_shapes.key(block, fn, args, kwargs, tiling)
@@ -170,10 +142,10 @@ class ModelRecorder:
         else:
             outliers = self._measurement.outliers(tape, recorder.bases, self._config)
             if tape.digest not in self._prices:
-                self._prices[tape.digest] = self._price(tape, recorder, outliers)
+                self._prices[tape.digest] = self._price(tape, recorder, outliers, run_ms)
             errors = self._measurement.gradient_errors(tape, recorder.bases, self._prices[tape.digest], self._config)
-        if tiling is not None and tape.digest not in self.tile_memory:
-            self.tile_memory[tape.digest] = self._measure_tiles(tape, recorder, tiling, called)
+        if tiling is not None and tape.digest not in self._tile_memory:
+            self._tile_memory[tape.digest] = self._measure_tiles(tape, recorder, tiling, called)
         if key is not None:
             self.tape_cache.remember(tape, key, name)
         num_results = _num_results(result, arguments.values())
@@ -185,7 +157,12 @@ class ModelRecorder:
         internal_storages = _internal_storages(recorder, tape, outputs.keys() | casts.keys())
         slot_refs = recording.references()
         changes_state = changes_in_place(block)
-        kept_values = self._release(recording, tape, changes_state)
+        is_checkpointed &= not changes_state and (not tape.verified or is_reproducible(tape))
+        kept_values = frozenset[int]()
+        if is_checkpointed:
+            recording.discard()
+        else:
+            kept_values = self._hand_over(recording, tape)
         if tape.untrusted is not None:
             self._untrusted.add(type(block))
         overwritten = [value.index for value in tape.values if value.source is not None and value.overwritten]
@@ -214,10 +191,10 @@ class ModelRecorder:
                 outputs=outputs,
                 casts=casts,
                 internal_storages=internal_storages,
+                tile_memory=self._tile_memory.get(tape.digest, {}),
                 slot_refs=slot_refs,
                 kept_values=kept_values,
-                is_retained=tape.untrusted is not None and not self._is_checkpointed,
-                is_checkpointed=self._is_checkpointed,
+                is_checkpointed=is_checkpointed,
                 changes_state=changes_state,
                 outliers=outliers,
                 errors=errors,
@@ -229,21 +206,10 @@ class ModelRecorder:
         states.restore()
         return result
 
-    def _run(self, recording: Recording, called: Callable[..., Any]) -> Any:
-        """Run and record a block's call, and return its result."""
-        started = self._measurement.seconds_at(self._device)
-        result = recording.run_checkpointed(called) if self._is_checkpointed else recording.run(called)
-        self._run_ms = 1e3 * (self._measurement.seconds_at(self._device) - started)
-        return result
-
-    def _release(self, recording: Recording, tape: Tape, changes_state: bool) -> frozenset[int]:
+    def _hand_over(self, recording: Recording, tape: Tape) -> frozenset[int]:
         """Hand the saved tensors of a recorded call over to a plan that recomputes all it can. Return the values that
-        the call keeps. A call that `changes_state` must not run again."""
+        the call keeps."""
         all_saved = frozenset(tape.saved_values())
-        if self._is_checkpointed and not changes_state and (not tape.verified or is_reproducible(tape)):
-            recording.discard()
-            return frozenset()
-        self._is_checkpointed = False
         if tape.untrusted is not None:
             return all_saved
         saved = [value for value in tape.saved_values() if tape.values[value].source is None]
@@ -257,12 +223,12 @@ class ModelRecorder:
             recording.hand_over(plan, {})
         return frozenset(plan.roots) | {value for value in saved if choices[value] is RETAIN}
 
-    def _price(self, tape: Tape, recorder: Recorder, outliers: dict[int, int]) -> Prices:
-        """Measure the times and codec costs of a recorded call."""
+    def _price(self, tape: Tape, recorder: Recorder, outliers: dict[int, int], run_ms: float) -> Prices:
+        """Measure the times and codec costs of a recorded call, which took `run_ms`."""
         if not tape.values:  # the block returns its arguments unchanged
             return Prices([], [])
         if tape.untrusted in HIDDEN and not tape.has_collectives:
-            return Prices([self._run_ms], [0])
+            return Prices([run_ms], [0])
         return self._measurement.price(tape, recorder.bases, self._config, outliers)
 
     def _measure_memory(

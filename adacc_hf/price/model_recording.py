@@ -2,105 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.block_walk import BlockOutcome
 from adacc_hf.artifacts.call_names import calls_per_block, split_call
 from adacc_hf.artifacts.config import AdaccConfig
-from adacc_hf.artifacts.kind_profile import KindProfile, unpack_order
+from adacc_hf.artifacts.kind_profile import KindProfile
 from adacc_hf.artifacts.plans import checkpoint_plan, recompute_plan
 from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Plan
-from adacc_hf.artifacts.profile import Shared
 from adacc_hf.price.block_memory import BlockMemory
-from adacc_hf.price.cost_model import Prices
-from adacc_hf.price.kind_profile_builder import KindProfileBuilder
+from adacc_hf.price.kind_profile_builder import KindProfileBuilder, untrusted_kind
+from adacc_hf.price.measurement import Prices
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
-from adacc_hf.price.tile_memory import TileMemory
-from adacc_hf.price.unreplayable_kinds import saved_bytes, untrusted_kind
-from adacc_hf.tape.tape_cache import TapeCache
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelRecording:
-    """The calls of blocks in one recorded forward, grouped by kind, without the forward's tensors."""
+    """The calls of blocks in one recorded forward, grouped by kind, without the forward's tensors.
 
-    blocks: list[RecordedBlock]
-    """The recorded block calls, in the order of the forward."""
-    kinds: list[KindProfile]
-    """Profile of each kind of block, by `RecordedBlock.kind`."""
-    shared: tuple[Shared, ...]
-    """Records of the tensors that block calls share with each other and with the rest of the model."""
-    calls_before_rest: set[str]
-    """Names of the calls after which other parts of the model run before the next call of a block."""
-    calls_after_rest: set[str]
-    """Names of the calls before which other parts of the model run after another call of a block."""
-    unplanned_bytes: dict[str, tuple[int, int]]
-    """Bytes that a call kept in the recorded step beyond what its plan stores, and the same without casts in autocast's
-    cache: when the plan was chosen, autograd held tensors that it freed afterwards, and later calls did not share casts
-    yet."""
-    saved_bytes: dict[str, int]
-    """Bytes that autograd saved in each call that cannot be replayed, by call name."""
-    tape_cache: TapeCache
-    freed_shared: frozenset[int]
-    """Indices into `shared` of the tensors that only replays keep alive when the head runs."""
-    tile_memory: Mapping[str, Mapping[str, TileMemory]] = field(default_factory=dict)
-    """Memory of one tile of each row-wise module, by the digest of the block's tape in tiles and the module's path."""
+    `prices` maps the digest of a call's tape to its prices, and `memory` (digest, True if parameters have gradients
+    when the call's backward begins) to its memory. The `kind` of each call is set.
+    """
 
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         blocks: list[RecordedBlock],
         shared_tensors: SharedTensors,
         prices: Mapping[str, Prices],
         memory: Mapping[tuple[str, bool], BlockMemory],
         config: AdaccConfig,
-        tape_cache: TapeCache,
-        freed_keys: Set[int],
-    ) -> ModelRecording:
-        """Group the recorded calls by kind, and set each call's `kind`.
-
-        `prices` maps the digest of a call's tape to its prices, and `memory` (digest, True if parameters have gradients
-        when the call's backward begins) to its memory. `freed_keys` are the storages that were freed when the head ran.
-        """
+    ) -> None:
+        self.blocks, self.shared_tensors = blocks, shared_tensors
         groups: dict[Any, list[RecordedBlock]] = {}
-        positions = _call_positions(blocks)
+        self.positions = _call_positions(blocks)
         for block in blocks:
-            groups.setdefault((_kind_key(block, shared_tensors), positions[block.name]), []).append(block)
+            groups.setdefault((_kind_key(block, shared_tensors), self.positions[block.name]), []).append(block)
         for index, group in enumerate(groups.values()):
             for block in group:
                 block.kind = index
         # Gradients of parameters exist before the backward of all calls of a block but the last, and in accumulation.
         accumulates = all(has_gradients for _, has_gradients in memory)
-        kinds = [
-            _build_kind(group, shared_tensors, prices, memory, accumulates or positions[group[0].name][0], config)
+        self.kinds = [
+            _build_kind(
+                group,
+                shared_tensors,
+                prices,
+                memory,
+                accumulates or self.positions[group[0].name].is_before_last,
+                config,
+            )
             for group in groups.values()
         ]
-        for block in blocks:
-            tape_cache.learn_order(block.tape, unpack_order(kinds[block.kind].backward))
-        return ModelRecording(
-            blocks=blocks,
-            kinds=kinds,
-            shared=tuple(shared_tensors.records),
-            freed_shared=shared_tensors.records_of(freed_keys),
-            calls_before_rest={name for name, (_, _, is_end) in positions.items() if is_end},
-            calls_after_rest={name for name, (_, is_begin, _) in positions.items() if is_begin},
-            unplanned_bytes={
-                block.name: _unplanned_bytes(block, kinds[block.kind], shared_tensors)
-                for block in blocks
-                if block.tape.untrusted is None and not block.is_checkpointed
-            },
-            saved_bytes={
-                block.name: saved_bytes(block, shared_tensors) for block in blocks if block.tape.untrusted is not None
-            },
-            tape_cache=tape_cache,
-        )
-
-    @property
-    def watched(self) -> list[RecordedBlock]:
-        """The block calls at which memory is measured in a step: the last call of each kind."""
-        return list({block.kind: block for block in self.blocks}.values())
+        """Profile of each kind of block, by `RecordedBlock.kind`."""
 
     def outcome_of(self, block: RecordedBlock) -> BlockOutcome:
         """Return the memory and time of `block` in the recorded step."""
@@ -108,17 +63,25 @@ class ModelRecording:
         checkpointed = checkpoint_plan(kind) if block.is_checkpointed and kind.untrusted is None else None
         return run_block(kind, checkpointed or recorded_plan(kind, block.is_retained))
 
+    def kept_bytes(self, block: RecordedBlock) -> tuple[int, int]:
+        """Return the bytes that `block` kept in the recorded step, all, and those that it alone keeps live then.
 
-def _unplanned_bytes(block: RecordedBlock, kind: KindProfile, shared_tensors: SharedTensors) -> tuple[int, int]:
-    notes, saved = block.input_tensors, set(block.saved_values())
-    dead = {ref.value for ref in block.tape.slots} - saved
-    own = {v for v in dead if v not in notes or shared_tensors.record_index(notes[v]) is None}
-    own_kept = own & block.kept_values
-    retained = {value for value, choice in recorded_plan(kind).choices if choice is RETAIN and value in saved}
-    values = block.tape.values
-    unkept = {v for v in retained - block.kept_values if own_kept or v in block.casts}
-    stored = sum(values[v].nbytes for v in own_kept) - sum(kind.values[v].nbytes for v in unkept)
-    return stored, stored + sum(kind.values[v].nbytes for v in unkept if kind.values[v].cached)
+        They differ from what its plan stores: when the plan was chosen, autograd held tensors that it freed afterwards,
+        and later calls did not share casts yet.
+        """
+        outcome, kind = self.outcome_of(block), self.kinds[block.kind]
+        if block.tape.untrusted is not None or block.is_checkpointed:
+            return outcome.stored_bytes, outcome.live_bytes
+        notes, saved = block.input_tensors, set(block.saved_values())
+        dead = {ref.value for ref in block.tape.slots} - saved
+        own = {v for v in dead if v not in notes or self.shared_tensors.record_index(notes[v]) is None}
+        own_kept = own & block.kept_values
+        retained = {value for value, choice in recorded_plan(kind).choices if choice is RETAIN and value in saved}
+        values = block.tape.values
+        unkept = {v for v in retained - block.kept_values if own_kept or v in block.casts}
+        more = sum(values[v].nbytes for v in own_kept) - sum(kind.values[v].nbytes for v in unkept)
+        cached_bytes = sum(kind.values[v].nbytes for v in unkept if kind.values[v].cached)
+        return outcome.stored_bytes + more, outcome.live_bytes + more + cached_bytes
 
 
 def recorded_plan(kind: KindProfile, is_retained: bool = False) -> Plan:
@@ -131,10 +94,19 @@ def recorded_plan(kind: KindProfile, is_retained: bool = False) -> Plan:
     return Plan(kind=kind.digest, choices=choices)
 
 
-def _call_positions(blocks: Sequence[RecordedBlock]) -> dict[str, tuple[bool, bool, bool]]:
-    """Return three truth values for each block call, because calls in different positions need different memory: the
-    gradients of its parameters exist before its backward; the rest of the model runs directly before it; and directly
-    after it (if the loss calls the model several times)."""
+class CallPosition(NamedTuple):
+    """Position of a block call in the forward. Calls in different positions need different memory."""
+
+    is_before_last: bool
+    """True if the block is called again: the gradients of its parameters exist before this call's backward."""
+    follows_rest: bool
+    """True if other parts of the model run between the previous call of a block and this one."""
+    precedes_rest: bool
+    """True if other parts of the model run between this call and the next one of a block."""
+
+
+def _call_positions(blocks: Sequence[RecordedBlock]) -> dict[str, CallPosition]:
+    """Return the position of each block call by name."""
     names = [block.name for block in blocks]
     last = calls_per_block(names)
     numbers = [split_call(name) for name in names]
@@ -145,7 +117,7 @@ def _call_positions(blocks: Sequence[RecordedBlock]) -> dict[str, tuple[bool, bo
     ]
     ends = [*begins[1:], False]
     return {
-        name: (number < last[block], begin, end)
+        name: CallPosition(number < last[block], begin, end)
         for name, (block, number), begin, end in zip(names, numbers, begins, ends, strict=True)
     }
 

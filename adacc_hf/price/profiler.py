@@ -132,51 +132,36 @@ class _Profiler:
     aside_bytes: int
 
     def profile(self) -> Profile:
-        tape_cache = TapeCache(self.measurement.verify)
-        tape_cache.expect_same_orders(profiled_tapes(self.installation.model))
-        live = self._recorded_step(tape_cache)
-        profile = live.profile()
-        tiles = TiledKinds(profile, live.recording, self.installation, self.config)
-        if tiles.tilings:
-            profile = tiles.added(self._record(tape_cache, tiles.tilings).recording)
-        self.installation.model.zero_grad(set_to_none=True)
-        profiled_tapes(self.installation.model).take(tape_cache)
-        return profile
-
-    def _recorded_step(self, tape_cache: TapeCache) -> LiveStep:
         """Record a step, and another one if the blocks have filled tables that every later forward reads.
 
         Raises UncalledBlocksError if the step does not call all blocks.
         """
-        modules = self.installation.modules
+        modules, tape_cache = self.installation.modules, TapeCache(self.measurement.verify)
+        tape_cache.expect_same_orders(profiled_tapes(self.installation.model))
         layouts = [block_layout(block) for block in modules.values()]
         with ExecutedBlocks(modules) as executed:
             live = self._record(tape_cache)
         missing = [name for name in modules if name not in executed.names or not live.called]
         if missing:
             raise UncalledBlocksError(describe_uncalled(self.installation, missing, "with this batch", executed))
-        self.values.start_over()
-        if layouts == [block_layout(block) for block in modules.values()]:
-            return live
-        live = self._record(tape_cache)
-        self.values.start_over()
-        return live
+        if layouts != [block_layout(block) for block in modules.values()]:
+            live = self._record(tape_cache)
+        profile = live.profile()
+        tiles = TiledKinds(profile, live.recording, self.installation, self.config)
+        if tiles.tilings:
+            profile = tiles.added(self._record(tape_cache, tiles.tilings).recording)
+        profiled_tapes(self.installation.model).take(tape_cache)
+        return profile
 
     def _record(self, tape_cache: TapeCache, tilings: Mapping[str, Tiling] | None = None) -> LiveStep:
-        """Run a forward and backward, and record them."""
+        """Run a forward and backward, record them, and restore the buffers and the generators."""
         model, measurement = self.installation.model, self.measurement
         model.zero_grad(set_to_none=True)
         if self.step.gradient_accumulation_steps > 1:
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        live = LiveStep(
-            self.installation,
-            self.config,
-            measurement,
-            tape_cache,
-            tilings=tilings,
-            repeats_blocks=not is_sharded(model),
-        )
+        repeats = not is_sharded(model)
+        live = LiveStep(self.installation, self.config, measurement, tape_cache, None, tilings, repeats)
         torch.clear_autocast_cache()
         with measurement.clock() if tilings is None else nullcontext():  # no times are read in tiles
             try:
@@ -190,6 +175,7 @@ class _Profiler:
                 live.end()
             finally:
                 live.cancel()
+        self.values.start_over()
         return live
 
 

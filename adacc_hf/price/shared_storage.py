@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from adacc_hf.artifacts.profile import Shared
 from adacc_hf.price.codec_gradient_error import GradientErrors
+from adacc_hf.price.tile_memory import TileMemory
 from adacc_hf.tape.tape import Source, Tape
 from adacc_hf.torch_glue.private import storage_key
 from adacc_hf.torch_glue.tensors import storage_of
@@ -52,6 +53,8 @@ class RecordedBlock:
     """Saved values that the block computed and returned."""
     casts: dict[int, TensorNote]
     """Saved values computed from parameters alone. Other calls may reuse them from autocast's cache."""
+    tile_memory: Mapping[str, TileMemory]
+    """Memory of one tile of each row-wise module that ran in tiles, by the module's path."""
     slot_refs: list[weakref.ref[Any]]
     """Weak reference to the packed object of each saved tensor, dead once autograd has freed it."""
     internal_storages: dict[int, StorageWeakRef]
@@ -66,13 +69,16 @@ class RecordedBlock:
     """True if the call trained under torch's checkpoint."""
     changes_state: bool = False
     """True if the block must not run twice, because its calls change Python state (`changes_in_place`)."""
-    is_retained: bool = False
-    """True if the call keeps all its saved tensors, although its operators cannot be replayed."""
     dead_slots: frozenset[int] = frozenset()
     """Slots that autograd freed before the forward's end, because no loss depends on the operator that saved them."""
     externally_held: frozenset[int] = frozenset()
     """Saved values that an autograd function's attribute or a module keeps alive."""
     kind: int = -1
+
+    @property
+    def is_retained(self) -> bool:
+        """True if the call keeps all its saved tensors, because its operators cannot be replayed."""
+        return self.tape.untrusted is not None and not self.is_checkpointed
 
     def note_liveness(self) -> None:
         """Record, at the end of the model's forward, `dead_slots` and `externally_held`."""
@@ -139,14 +145,13 @@ class SharedTensors:
                 if address not in self._index and address not in readers:  # only torch's checkpoint holds the tensor
                     nbytes = 0 if address in state or address in batch else tensor.nbytes
                     self._add(address, Shared(name=f"{block.name} unread", nbytes=nbytes, saved=address in outside))
+        other_keys = outside | state | batch
+        self.freed = frozenset(self._index[key] for key in readers if key in self._index and key not in other_keys)
+        """Indices in `records` of the tensors that only replays keep alive when the head runs."""
 
     def record_index(self, tensor: TensorNote) -> int | None:
         """Return the index in `records` of the tensor's storage, or None if only one block holds it."""
         return self._index.get(tensor.key)
-
-    def records_of(self, keys: Set[int]) -> frozenset[int]:
-        """Return the indices in `records` of the storages with these `keys`."""
-        return frozenset(index for key, index in self._index.items() if key in keys)
 
     def is_shared_output(self, tensor: TensorNote) -> bool:
         """Return True if other blocks or the rest of the model also hold `tensor`, an output of a block."""

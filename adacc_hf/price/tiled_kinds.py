@@ -34,10 +34,14 @@ class TiledKinds:
     def __init__(
         self, profile: Profile, recording: ModelRecording, installation: Installation, config: AdaccConfig
     ) -> None:
-        self.profile, self._recording, self._config = profile, recording, config
+        self.profile, self._recording = profile, recording
         self._modules = _row_wise_modules(installation, recording) if config.allows_tiles else {}
         self.tilings = {
-            block.name: _measured_tiling(self._modules[block.kind])
+            block.name: Tiling(
+                modules=tuple(module.path for module in self._modules[block.kind]),
+                backward_only=tuple(module.path for module in self._modules[block.kind] if not module.has_products),
+                num_tiles=MEASURED_TILES,
+            )
             for block in recording.blocks
             if block.kind in self._modules
         }
@@ -46,25 +50,22 @@ class TiledKinds:
     def added(self, tiled: ModelRecording) -> Profile:
         """Return the profile with more kinds: those of `tiled`, a recording of the same calls with modules in tiles."""
         profile, recording, modules = self.profile, self._recording, self._modules
-        if [shared.name for shared in tiled.shared] != [shared.name for shared in recording.shared]:
+        shared_names = [[shared.name for shared in each.shared_tensors.records] for each in (tiled, recording)]
+        if shared_names[0] != shared_names[1]:
             return profile  # the records of tensors that several blocks share would not fit the other kinds
         if [block.name for block in tiled.blocks] != [block.name for block in recording.blocks]:
             return profile
         blocks = zip(recording.blocks, tiled.blocks, strict=True)
         pairs = {block.kind: (block, in_tiles) for block, in_tiles in blocks if block.kind in modules}
-        measured = list(tiled.kinds)
-        for index, (_, in_tiles) in pairs.items():
-            memory = tiled.tile_memory.get(in_tiles.tape.digest, {})
-            tiles = _row_tiles(modules[index], memory, in_tiles.tape)
-            measured[in_tiles.kind] = replace(measured[in_tiles.kind], tiles=tiles)
         kinds = list(profile.kinds)
         for index, (block, in_tiles) in pairs.items():
-            kind = measured[in_tiles.kind]
+            tiles = _row_tiles(modules[index], in_tiles.tile_memory, in_tiles.tape)
+            kind = replace(tiled.kinds[in_tiles.kind], tiles=tiles)
             if kind.tiles is None or kind.untrusted is not None:
                 continue
-            source = _PriceSource(profile.kinds[index], block.tape, modules[index], self._config)
-            if source.has_operators_of(kind, in_tiles.tape):
-                kinds.append(source.priced(kind, in_tiles.tape))
+            priced_kind = _priced_kind(kind, in_tiles.tape, profile.kinds[index], block.tape, modules[index])
+            if priced_kind is not None:
+                kinds.append(priced_kind)
                 kinds[index] = replace(kinds[index], tiled=len(kinds) - 1)
             else:
                 log.info("Adacc: block %s ran other operators in tiles, so it does not run in tiles", block.name)
@@ -83,15 +84,6 @@ def _row_wise_modules(installation: Installation, recording: ModelRecording) -> 
                 log.info("Adacc: %s of block %s does not run in tiles: %s", module.path, block.name, reason)
                 modules[block.kind].remove(module)
     return {kind: of_kind for kind, of_kind in modules.items() if of_kind}
-
-
-def _measured_tiling(modules: Sequence[RowWiseModule]) -> Tiling:
-    """Return the tiles in which the modules run while the memory of their kind of blocks is measured."""
-    return Tiling(
-        modules=tuple(module.path for module in modules),
-        backward_only=tuple(module.path for module in modules if not module.has_products),
-        num_tiles=MEASURED_TILES,
-    )
 
 
 def _row_tiles(modules: Sequence[RowWiseModule], memory: Mapping[str, TileMemory], tape: Tape) -> RowTiles | None:
@@ -116,76 +108,60 @@ def _row_tiles(modules: Sequence[RowWiseModule], memory: Mapping[str, TileMemory
     return RowTiles(modules=tuple(tiles), num_tiles=MEASURED_TILES)
 
 
-class _PriceSource:
-    """Kind of blocks measured without tiles, whose times and codecs are reused in tiles."""
+def _priced_kind(
+    tiled: KindProfile, tiled_tape: Tape, kind: KindProfile, tape: Tape, modules: Sequence[RowWiseModule]
+) -> KindProfile | None:
+    """Return the kind `tiled` with the times and codecs of `kind`, which was measured on `tape` without tiles, and
+    without the memory of any tile. `modules` are the modules in tiles.
 
-    def __init__(self, kind: KindProfile, tape: Tape, modules: Sequence[RowWiseModule], config: AdaccConfig) -> None:
-        self._kind = kind
-        self._tape = tape
-        self._modules = {module.path: module for module in modules if module.has_products}
-        """Modules with a matrix product, by path. Each of these modules is one operator in the kind with tiles."""
-        inside = {index for module in self._modules.values() for index in module.operators}
-        self._outside = [operator for operator in kind.operators if operator.index not in inside]
-        """Operators that are not in one of these modules."""
-        self._config = config
-
-    def has_operators_of(self, tiled: KindProfile, tiled_tape: Tape) -> bool:
-        """Return True if the kind `tiled` has the same operators around its modules in tiles. A mixture of experts, for
-        example, may run others in the second recording."""
-        stand_ins = {operator.index for operator in tiled_operators(tiled_tape).values()}
-        names = [operator.name for operator in tiled.operators if operator.index not in stand_ins]
-        return len(stand_ins) == len(self._modules) and names == [operator.name for operator in self._outside]
-
-    def priced(self, tiled: KindProfile, tiled_tape: Tape) -> KindProfile:
-        """Return the kind `tiled` with these times and codecs, without the memory of any tile."""
-        matching, _ = self._tape.values_in(tiled_tape)
-        sources = {own: value for value, own in matching.items()}
-        outside = iter(self._outside)
-        module_operators = tiled_operators(tiled_tape)
-        operators = []
-        for operator in tiled.operators:
-            module = self._modules.get(operator.module)
-            if module is not None and module_operators[module.path].index == operator.index:
-                module_ms = sum(self._kind.operators[index].ms for index in module.operators)
-                operators.append(replace(operator, ms=module_ms, replayable=False))
-                sources |= dict.fromkeys(operator.outputs, module.result)
-            else:
-                source = next(outside)
-                operators.append(replace(operator, ms=source.ms, extra_bytes=source.extra_bytes))
-        return replace(
-            tiled,
-            values=tuple(self._priced_value(value, sources.get(value.index)) for value in tiled.values),
-            operators=tuple(operators),
-            forward_ms=self._kind.forward_ms,
-            block_actions=(BlockAction.PLAIN,),
-            host_link=self._kind.host_link,
-        ).in_tiles(0)
-
-    def _priced_value(self, value: Value, index: int | None) -> Value:
-        """Return a copy of `value` with the codecs of value number `index` of the kind without tiles."""
-        if index is None:
-            return value
-        source = self._kind.values[index]
-        value = replace(value, role=source.role, replay_error=source.replay_error)
-        if not value.activation:
-            return replace(value, codecs=(), too_coarse=(), is_movable=False)
-        if source.activation:
-            return replace(value, codecs=source.codecs, too_coarse=source.too_coarse, is_movable=source.is_movable)
-        # Without tiles, backward reads a copy of the value in another dtype, as in norms that compute in float32.
-        copy = self._copy_of(index)
-        if copy is None:
-            return value
-        outliers = max((dict(option.options).get("num_outliers", 0) for option in copy.codecs), default=0)
-        return replace(
-            value,
-            codecs=with_outliers(copy.codecs, self._tape, index, outliers),
-            too_coarse=copy.too_coarse,
-        )
-
-    def _copy_of(self, index: int) -> Value | None:
-        for reader in self._tape.consumers(index):
-            operator = self._tape.operators[reader]
-            copies = [self._kind.values[value] for value in operator.results()]
-            if operator.short_name == "to_copy" and copies[0].activation:
-                return copies[0]
+    Return None if other operators run around these modules. A mixture of experts, for example, may run others in the
+    second recording.
+    """
+    products = {module.path: module for module in modules if module.has_products}
+    # A module with a matrix product is one operator in the kind with tiles.
+    stand_ins = {op.index: products[path] for path, op in tiled_operators(tiled_tape).items() if path in products}
+    inside = {index for module in products.values() for index in module.operators}
+    outside = [operator for operator in kind.operators if operator.index not in inside]
+    names = [operator.name for operator in tiled.operators if operator.index not in stand_ins]
+    if len(stand_ins) != len(products) or names != [operator.name for operator in outside]:
         return None
+    matching, _ = tape.values_in(tiled_tape)
+    sources = {own: value for value, own in matching.items()}
+    timed_operators, operators = iter(outside), []
+    for operator in tiled.operators:
+        module = stand_ins.get(operator.index)
+        if module is None:
+            source = next(timed_operators)
+            operators.append(replace(operator, ms=source.ms, extra_bytes=source.extra_bytes))
+        else:
+            module_ms = sum(kind.operators[index].ms for index in module.operators)
+            operators.append(replace(operator, ms=module_ms, replayable=False))
+            sources |= dict.fromkeys(operator.outputs, module.result)
+    return replace(
+        tiled,
+        values=tuple(_priced_value(value, sources.get(value.index), kind, tape) for value in tiled.values),
+        operators=tuple(operators),
+        forward_ms=kind.forward_ms,
+        block_actions=(BlockAction.PLAIN,),
+        host_link=kind.host_link,
+    ).in_tiles(0)
+
+
+def _priced_value(value: Value, index: int | None, kind: KindProfile, tape: Tape) -> Value:
+    """Return a copy of `value` with the codecs of value number `index` of the kind without tiles."""
+    if index is None:
+        return value
+    source = kind.values[index]
+    value = replace(value, role=source.role, replay_error=source.replay_error)
+    if not value.activation:
+        return replace(value, codecs=(), too_coarse=(), is_movable=False)
+    if source.activation:
+        return replace(value, codecs=source.codecs, too_coarse=source.too_coarse, is_movable=source.is_movable)
+    # Without tiles, backward reads a copy of the value in another dtype, as in norms that compute in float32.
+    for operator in (tape.operators[reader] for reader in tape.consumers(index)):
+        copy = kind.values[operator.results()[0]] if operator.short_name == "to_copy" else None
+        if copy is not None and copy.activation:
+            outliers = max((dict(option.options).get("num_outliers", 0) for option in copy.codecs), default=0)
+            codecs = with_outliers(copy.codecs, tape, index, outliers)
+            return replace(value, codecs=codecs, too_coarse=copy.too_coarse)
+    return value

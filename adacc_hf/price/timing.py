@@ -100,11 +100,7 @@ FLUSH_FACTOR = 2
 def cache_flush(device: torch.device) -> Callable[[], object]:
     """Return a function that evicts earlier tensors from a GPU's cache, by reading: dirty lines would be written back
     within the timed run."""
-    return flush_by_reading(FLUSH_FACTOR * torch.cuda.get_device_properties(device).L2_cache_size, device)
-
-
-def flush_by_reading(nbytes: int, device: torch.device) -> Callable[[], object]:
-    """Return a function that reads `nbytes` of `device`'s memory."""
+    nbytes = FLUSH_FACTOR * torch.cuda.get_device_properties(device).L2_cache_size
     return torch.zeros(max(1, nbytes // 4), device=device).sum
 
 

@@ -12,7 +12,7 @@ from adacc_hf.artifacts.memory_simulator import plain_blocks_ms
 from adacc_hf.artifacts.policy import Action
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import Shapes
-from adacc_hf.price.resized_profile import resize_profile
+from adacc_hf.price.codec_selection import resize_profile
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import quick_least_policy, recomputing_policies
 

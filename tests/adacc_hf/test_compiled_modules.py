@@ -103,7 +103,7 @@ def test_what_compiled_code_saves_is_counted(toy_model, toy_batch, action):
     with apply_policy(model, policy, CONFIG):
         steps = [measure_step(model, batch) for _ in range(3)]  # the first one too: nothing is recorded
     assert [step.stored_bytes for step in steps] == [policy.predicted_stored_bytes] * 3
-    # All stored bytes of a retained block count from its start on (adacc_hf/price/cost_model.py).
+    # All stored bytes of a retained block count from its start on (adacc_hf/price/measurement.py).
     assert all(step.peak_bytes <= policy.predicted_peak_bytes <= 1.1 * step.peak_bytes for step in steps)
 
 

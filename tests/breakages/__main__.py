@@ -33,8 +33,8 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/solve/solver.py", "if search.head_ms >= most_ms:", "if search.head_ms < most_ms:"),
     # What is measured.
     ("adacc_hf/price/kind_profile_builder.py", "if error > DEGRADED_ERROR}", "if error > 1e9}"),
-    ("adacc_hf/price/kind_profile_builder.py", "max(block.outliers.get(value", "min(block.outliers.get(value"),
-    ("adacc_hf/price/cost_model.py", "max_bytes - point.live_bytes - results", "max_bytes - point.live_bytes"),
+    ("adacc_hf/price/kind_profile_builder.py", "max(block.outliers.get(index", "min(block.outliers.get(index"),
+    ("adacc_hf/price/measurement.py", "max_bytes - point.live_bytes - results", "max_bytes - point.live_bytes"),
     ("adacc_hf/price/codec_selection.py", "record.nbytes < config.min_compress_bytes", "record.nbytes < 1"),
     ("adacc_hf/price/batch.py", "gradient_accumulation_steps - 1 +", "gradient_accumulation_steps +"),
     ("adacc_hf/adapt/corrections.py", "if self.static_bytes else corrected", "if False else corrected"),

@@ -19,7 +19,7 @@ def count_times(device_type: str = "cpu") -> Iterator[None]:
 
     from adacc_hf.estimate.devices import Device
     from adacc_hf.estimate.fake_measurement import operator_ms, transfer_ms
-    from adacc_hf.price import codec_selection, cost_model, timing
+    from adacc_hf.price import codec_selection, measurement, timing
 
     rates = {"flops": {"float32": 1e11}, "bandwidth_bytes": 2e10, "launch_ms": 2e-3}
     device = Device(name="counted", title="One core", source="", memory_bytes=0, trace="cpu", **rates)
@@ -52,7 +52,7 @@ def count_times(device_type: str = "cpu") -> Iterator[None]:
 
     with (
         mock.patch.object(timing, "time_of", time_of),
-        mock.patch.object(cost_model, "time_of", time_of),
+        mock.patch.object(measurement, "time_of", time_of),
         mock.patch.object(codec_selection, "time_of", time_of),
     ):
         yield

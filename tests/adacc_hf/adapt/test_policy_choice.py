@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.adapt import policy_choice, policy_fit
 from adacc_hf.adapt.policy_choice import PolicyChoice, SizePolicy
-from adacc_hf.price.resized_profile import resize_profile
+from adacc_hf.price.codec_selection import resize_profile
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 

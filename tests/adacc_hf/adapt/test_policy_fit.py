@@ -7,7 +7,7 @@ from run_builders import events, run_lengths
 
 from adacc_hf import AdaccCallback, AdaccConfig, InfeasibleBudgetError
 from adacc_hf.adapt import policy_choice
-from adacc_hf.price.resized_profile import resize_profile
+from adacc_hf.price.codec_selection import resize_profile
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 

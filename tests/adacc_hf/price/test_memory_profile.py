@@ -18,11 +18,6 @@ from adacc_hf.torch_glue.memory import measure_step
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
 
-@pytest.fixture(scope="module")
-def gpt2_profile(tiny_gpt2, token_batch):
-    return profile_model(tiny_gpt2(layers=3), token_batch(), CONFIG)
-
-
 def test_backward_asks_for_each_slot_once_and_lets_it_go_after(gpt2_profile):
     (kind,) = gpt2_profile.kinds
     slots = range(len(kind.slots))

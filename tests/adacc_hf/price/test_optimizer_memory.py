@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig, AdaccSession, apply_policy, profile_model, solve_policy
-from adacc_hf.price.optimizer_memory import OptimizerMeter, state_bytes
+from adacc_hf.price.measurement import OptimizerMeter, state_bytes
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import count_static_bytes, forward_loss
 from adacc_hf.torch_glue.meters import CpuMemoryMeter

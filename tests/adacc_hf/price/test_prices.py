@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from adacc_hf import AdaccConfig, profile_model
-from adacc_hf.price import cost_model
+from adacc_hf.price import measurement
 from adacc_hf.price.timing import Timing
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -26,7 +26,7 @@ def test_temporaries_of_operators_are_counted(tiny_gpt2, token_batch):
 @pytest.mark.parametrize(("timing", "scarce_ms"), [(Timing(2.0, 1.0), 2.0), (Timing(2.0, 4.0), 4.0)])
 def test_prices_are_in_the_time_that_is_scarce(monkeypatch, tiny_gpt2, token_batch, timing, scarce_ms):
     """Prices are in the scarce resource's time."""
-    for module in ("cost_model", "codec_selection"):
+    for module in ("measurement", "codec_selection"):
         monkeypatch.setattr(f"adacc_hf.price.{module}.time_of", lambda run, device: timing)
     (kind,) = profile_model(tiny_gpt2("sdpa"), token_batch(), CONFIG).kinds
     assert {operator.ms for operator in kind.operators} == {0.0, scarce_ms}  # 0: operators that never run again
@@ -35,7 +35,7 @@ def test_prices_are_in_the_time_that_is_scarce(monkeypatch, tiny_gpt2, token_bat
 
 
 def test_operators_on_results_that_the_recorder_has_freed_are_timed(toy_model, toy_batch, monkeypatch):
-    monkeypatch.setattr(cost_model, "time_of", lambda run, device: run() or Timing(1.0, 1.0))
+    monkeypatch.setattr(measurement, "time_of", lambda run, device: run() or Timing(1.0, 1.0))
 
     def forward(block, hidden):
         return hidden + block.down(((block.up(hidden) + 1 + 2 + 3).tanh() + 4 + 5).sigmoid())
