@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.artifacts.plans import checkpoint_plan, plain_plan, random_plan, uniform_plan
@@ -15,10 +16,11 @@ CHECKPOINTED_SHARE = 0.15
 """Probability that a random policy with `whole_blocks` runs a replayable block under torch's checkpoint."""
 
 
-def policy_of_plans(profile: Profile, plans: Sequence[Plan]) -> Policy:
+def policy_of_plans(profile: Profile, plans: Sequence[Plan], facts: dict[str, Any] | None = None) -> Policy:
     """Return the policy with `plans[i]` for the i-th block of `profile`, with the predicted memory and time.
 
-    The policy uses the head of `profile`. Raises ValueError for a plan that cannot be executed.
+    The policy uses the head of `profile`, and `facts` about a solver run, if given. Raises ValueError for a plan that
+    cannot be executed.
     """
     distinct = list(dict.fromkeys(plans))
     outcome = simulate(profile, plans)
@@ -31,6 +33,7 @@ def policy_of_plans(profile: Profile, plans: Sequence[Plan]) -> Policy:
         predicted_host_bytes=outcome.host_bytes,
         head=profile.head,
         batch=profile.measured[0][0] if profile.measured else (),
+        facts=tuple((facts or {}).items()),
     )
 
 
