@@ -38,9 +38,9 @@ from adacc_hf.eval.trials.trial import check_limit
 from adacc_hf.price.codec_selection import resize_profile
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.reports.run_record import Spread, markdown_table, to_json
+from adacc_hf.solve.plan_pools import most_tiled
 from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
 from adacc_hf.solve.solver import quick_least_policy
-from adacc_hf.solve.tiling import most_tiled
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import backward, forward_loss, static_bytes
 from adacc_hf.torch_glue.meters import MemoryMeter

@@ -136,69 +136,39 @@ def copy_channels(x_RC: Tensor, raw: Tensor, indices: Tensor, *, gather: bool) -
     )  # fmt: skip
 
 
-def encode_asymmetric(flat_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float) -> None:
-    """Encode a tensor in A groups of G elements, each group with its own offset and range: 4-bit codes packed two per
-    byte, uint8 [A/2, G], offsets [A], and (max - min) / 2 of each group, [A]."""
+def run_asymmetric(step: str, x_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float) -> None:
+    """Run the `step` "encode" or "decode" for A groups of G elements, each group with its own offset and range: 4-bit
+    codes packed two per byte, uint8 [A/2, G], offsets [A], and (max - min) / 2 of each group, [A]."""
     rows, group_size = codes.shape
-    _cpp_kernels().adacc_encode_asymmetric(
-        flat_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), flat_N.numel(), group_size,
-        rows, DTYPES.index(flat_N.dtype), factor, _threads(flat_N.nbytes),
+    getattr(_cpp_kernels(), f"adacc_{step}_asymmetric")(
+        x_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), x_N.numel(), group_size,
+        rows, DTYPES.index(x_N.dtype), factor, _threads(x_N.nbytes),
     )  # fmt: skip
 
 
-def decode_asymmetric(out_N: Tensor, codes: Tensor, offsets: Tensor, half_ranges: Tensor, factor: float) -> None:
-    rows, group_size = codes.shape
-    _cpp_kernels().adacc_decode_asymmetric(
-        out_N.data_ptr(), codes.data_ptr(), offsets.data_ptr(), half_ranges.data_ptr(), out_N.numel(), group_size,
-        rows, DTYPES.index(out_N.dtype), factor, _threads(out_N.nbytes),
-    )  # fmt: skip
-
-
-def encode_columns(x_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
-    """Encode a matrix of C columns in A groups of G rows, each column of a group on its own: codes uint8 [A/2, G, C]
-    and peaks [A, C]."""
+def run_columns(step: str, x_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
+    """Run the `step` "encode" or "decode" for a matrix of C columns in A groups of G rows, each column of a group
+    separately: codes uint8 [A/2, G, C] and peaks [A, C]."""
     pairs, group_size, _ = codes.shape
-    _cpp_kernels().adacc_encode_columns(
+    getattr(_cpp_kernels(), f"adacc_{step}_columns")(
         x_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), *x_RC.shape, group_size, pairs,
         DTYPES.index(x_RC.dtype), factor, _threads(x_RC.nbytes),
     )  # fmt: skip
 
 
-def decode_columns(out_RC: Tensor, codes: Tensor, peaks: Tensor, factor: float) -> None:
-    pairs, group_size, _ = codes.shape
-    _cpp_kernels().adacc_decode_columns(
-        out_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), *out_RC.shape, group_size, pairs,
-        DTYPES.index(out_RC.dtype), factor, _threads(out_RC.nbytes),
-    )  # fmt: skip
-
-
-def encode_fp8(x_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, factor: float) -> None:
-    """Encode a matrix of R rows and C columns in FP8: codes uint8 [R, C], and the absmax of each group, [A]."""
-    _cpp_kernels().adacc_encode_fp8(
+def run_fp8(step: str, x_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, factor: float) -> None:
+    """Run the `step` "encode" or "decode" for a matrix of R rows and C columns in FP8: codes uint8 [R, C], and the
+    absmax of each group, [A]."""
+    getattr(_cpp_kernels(), f"adacc_{step}_fp8")(
         x_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), *x_RC.shape, group_size, DTYPES.index(x_RC.dtype),
         factor, _threads(x_RC.nbytes),
     )  # fmt: skip
 
 
-def decode_fp8(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int, factor: float) -> None:
-    _cpp_kernels().adacc_decode_fp8(
-        out_RC.data_ptr(), codes.data_ptr(), peaks.data_ptr(), *out_RC.shape, group_size, DTYPES.index(out_RC.dtype),
-        factor, _threads(out_RC.nbytes),
-    )  # fmt: skip
-
-
-def pack_bits(patterns_N: Tensor, packed: Tensor, pattern: Tensor | None = None) -> None:
-    """Pack one bit per element, which is 1 for a nonzero element: uint8 [ceil(N / 8)]. If `pattern` [1] is passed, also
-    store the bit pattern of the nonzero elements, which are all equal."""
-    _cpp_kernels().adacc_pack_bits(
+def run_bits(step: str, patterns_N: Tensor, packed: Tensor, pattern: Tensor | None = None) -> None:
+    """Run the `step` "pack" or "unpack" for one bit per element, which is 1 for a nonzero element: uint8 [ceil(N / 8)].
+    `pattern` [1] is the bit pattern of the nonzero elements, which are all equal (1 by default)."""
+    getattr(_cpp_kernels(), f"adacc_{step}_bits")(
         patterns_N.data_ptr(), packed.data_ptr(), _data_pointer(pattern), patterns_N.numel(), packed.numel(),
         patterns_N.element_size(), _threads(patterns_N.nbytes),
-    )  # fmt: skip
-
-
-def unpack_bits(out_N: Tensor, packed: Tensor, pattern: Tensor | None = None) -> None:
-    """Decode packed bits: 0 where the bit is 0, `pattern` (1 by default) where the bit is 1."""
-    _cpp_kernels().adacc_unpack_bits(
-        out_N.data_ptr(), packed.data_ptr(), _data_pointer(pattern), out_N.numel(), packed.numel(),
-        out_N.element_size(), _threads(out_N.nbytes),
     )  # fmt: skip

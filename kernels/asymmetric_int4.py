@@ -39,7 +39,7 @@ class AsymmetricInt4(GroupCodec):
     name = "asymmetric_int4"
     suits = frozenset({"softmax"})
     triton = "asymmetric_int4_triton"
-    cpu = Kernels(partial(_cpu.encode_asymmetric, factor=FACTOR), partial(_cpu.decode_asymmetric, factor=FACTOR))
+    cpu = Kernels(*(partial(_cpu.run_asymmetric, step, factor=FACTOR) for step in ("encode", "decode")))
 
     def layout(self, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
         groups = even_groups(prod(shape), self.group_size)

@@ -6,6 +6,7 @@ element is set if its bit pattern is not 0, so c may be negative, infinite or Na
 pattern of c is stored with the bits.
 """
 
+from functools import partial
 from math import prod
 
 import torch
@@ -55,7 +56,7 @@ class Bitmask(Codec):
     lossless = True
     suits = frozenset({MASK})
     triton = "bitmask_triton"
-    cpu = Kernels(_cpu.pack_bits, _cpu.unpack_bits)
+    cpu = Kernels(partial(_cpu.run_bits, "pack"), partial(_cpu.run_bits, "unpack"))
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         return dtype in DTYPES

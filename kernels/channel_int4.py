@@ -26,7 +26,7 @@ class ChannelInt4(GroupCodec):
     name = "channel_int4"
     suits = frozenset({"qkv"})
     triton = "channel_int4_triton"
-    cpu = Kernels(partial(_cpu.encode_columns, factor=FACTOR), partial(_cpu.decode_columns, factor=FACTOR))
+    cpu = Kernels(*(partial(_cpu.run_columns, step, factor=FACTOR) for step in ("encode", "decode")))
     keeps_rows = True
 
     def supports(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:

@@ -84,7 +84,7 @@ class Fp8(GroupCodec):
     # the error of INT8 is 0.015 and that of FP8 is 0.005.
     instead_of = Int8.name
     triton = "fp8_triton"
-    cpu = Kernels(partial(_cpu.encode_fp8, factor=FACTOR), partial(_cpu.decode_fp8, factor=FACTOR))
+    cpu = Kernels(*(partial(_cpu.run_fp8, step, factor=FACTOR) for step in ("encode", "decode")))
     keeps_rows = True
 
     def __init__(self, group_size: int = 128) -> None:

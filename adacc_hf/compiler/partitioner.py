@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import fields_of
-from adacc_hf.artifacts.policy import Action, Choice
+from adacc_hf.artifacts.policy import Action
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.compiler import functorch
 from adacc_hf.compiler.compiled_policy import (
@@ -34,7 +34,7 @@ from adacc_hf.compiler.graph_cost import OperatorTimes, keep_ms
 from adacc_hf.compiler.graph_milp import GraphChoice, GraphModel, graph_model, least_bytes, least_time, retaining_choice
 from adacc_hf.compiler.graph_precision import precision_needs, precision_sensitive_nodes
 from adacc_hf.compiler.joint_graph import JointGraph, is_materialized, nbytes_of, read_joint_graph, root_of
-from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.kernels.codecs import get_codec
 from adacc_hf.price.timing import device_name
 from adacc_hf.tape.execution_plan import codec_of
 
@@ -157,7 +157,8 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         stored = plan_for(joint, plan)
         saved = [joint.nodes[value] for value in stored]
         forward, backward = functorch.extract(gm, info, [*held_inputs, *saved], num_outputs)
-        compress_saved(forward, backward, _codecs_of_nodes(joint, stored), num_outputs)
+        codecs = {joint.nodes[v].name: codec_of(how) for v, how in stored.items() if how.action is Action.COMPRESS}
+        compress_saved(forward, backward, codecs, num_outputs)
         prevent_addmm_fusion(backward)
         self._note(plan)
         return forward, backward
@@ -284,14 +285,6 @@ def _empty_policy(config: AdaccConfig) -> CompiledPolicy:
     return CompiledPolicy(
         share=None, budget_bytes=parse_bytes(budget, "memory_budget") if isinstance(budget, str) else budget
     )
-
-
-def _codecs_of_nodes(joint: JointGraph, stored: Mapping[int, Choice]) -> dict[str, Codec]:
-    return {
-        joint.nodes[value].name: codec_of(choice)
-        for value, choice in stored.items()
-        if choice.action is Action.COMPRESS
-    }
 
 
 @cache

@@ -17,9 +17,9 @@ from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import fake_model
 from adacc_hf.estimate.planning import METHODS, Request, TrainingPlanner, fully_recomputed, plain_ms
 from adacc_hf.reports.text_table import table_lines
+from adacc_hf.solve.plan_pools import most_tiled
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import quick_least_policy, solve_policy
-from adacc_hf.solve.tiling import most_tiled
 
 log = logging.getLogger(__name__)
 

@@ -59,7 +59,7 @@ class LinearProgram:
         return len(self.variables) - 1
 
     def constrain(self, terms: Terms, low: float = -math.inf, high: float = math.inf) -> int:
-        """Add a row that keeps the sum of `terms` between `low` and `high`. Return the row's number."""
+        """Add a row that keeps the sum of `terms` above `low` or below `high`. Return the row's number."""
         import pulp
 
         total: dict[int, float] = defaultdict(float)
@@ -69,11 +69,9 @@ class LinearProgram:
             # PuLP accepts no infinite bound, so use the maximum of the sum instead.
             maximum = sum(max(0.0, coefficient) * self.variables[x].upBound for x, coefficient in total.items())
             sense, bound = pulp.LpConstraintLE, min(high, maximum)
-        elif high == math.inf:
-            sense, bound = pulp.LpConstraintGE, low
         else:
-            assert low == high, f"a PuLP row has one bound or two equal bounds, not {low} and {high}"
-            sense, bound = pulp.LpConstraintEQ, low
+            assert high == math.inf, f"a PuLP row has one bound, not {low} and {high}"
+            sense, bound = pulp.LpConstraintGE, low
         expression = pulp.LpAffineExpression({self.variables[x]: coefficient for x, coefficient in total.items()})
         self.rows.append(pulp.LpConstraint(expression, sense, rhs=bound))
         self.problem.addConstraint(self.rows[-1])

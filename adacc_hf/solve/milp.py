@@ -71,12 +71,6 @@ class KindModel:
         record = self.kind.values[value]
         return record.producer if record.recomputable and record.producer in self.runnable else None
 
-    def is_lossy(self, value: int, choice: Choice) -> bool:
-        """Return True if `choice` stores the value with a lossy codec."""
-        if choice.action is not Action.COMPRESS:
-            return False
-        return any(store.choice == choice and not store.is_lossless for store in self.menus[value])
-
 
 @dataclass(frozen=True, eq=False)
 class PricedPlan:
@@ -188,7 +182,7 @@ def plan_with(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
     if BlockAction.PLAIN not in kind.block_actions:
         return model.checkpoints[0]
     choices = {v.index: choices[v.index] for v in kind.activations}
-    lossy = [value for value, choice in choices.items() if model.is_lossy(value, choice)]
+    lossy = [v for v, menu in model.menus.items() if any(s.choice == choices[v] and not s.is_lossless for s in menu)]
     choices |= {value: RETAIN for value in kind.exactness_dependents_of(lossy) if choices[value] == RECOMPUTE}
     return PricedPlan.of(kind, Plan(kind=kind.digest, choices=tuple(choices.items()), tiling=kind.tiling))
 

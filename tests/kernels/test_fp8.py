@@ -75,7 +75,7 @@ def test_every_code_stands_for_torchs_number() -> None:
     codec = get_codec("fp8", group_size=16)
     decoded = codec.decode_traceable((codes[:, None], peaks), (codes.numel(), 1), torch.float32)[:, 0]
     compiled = torch.empty(codes.numel(), 1)
-    _cpu.decode_fp8(compiled, codes[:, None], peaks, 16, fp8.FACTOR)
+    _cpu.run_fp8("decode", compiled, codes[:, None], peaks, 16, fp8.FACTOR)
     assert torch.equal(decoded, numbers)
     assert torch.equal(compiled[:, 0], numbers)
     assert torch.equal(decoded.signbit(), numbers.signbit())

@@ -48,7 +48,7 @@ def test_the_solution_has_every_variable_in_its_own_place() -> None:
     program = LinearProgram()
     xs = [program.variable(float(k)) for k in range(12)]  # the last two in no row
     program.constrain([(x, 1.0) for x in xs[:10]], low=0.0)
-    program.constrain([(xs[1], 1.0), (xs[2], 1.0)], low=2.0, high=2.0)
+    program.constrain([(xs[1], 1.0), (xs[2], 1.0)], high=2.0)
     solution = Solver(program, integer=False).minimize((x, -2.0 if x == xs[2] else -1.0) for x in xs)
     assert solution == pytest.approx([0, 0, *range(2, 12)])
 

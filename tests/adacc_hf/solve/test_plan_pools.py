@@ -6,10 +6,12 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from profile_builders import SLOW_EXAMPLES
 
+from adacc_hf import profile_model
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import RETAIN
@@ -106,3 +108,22 @@ def test_prices_are_of_bytes_and_actions_do_not_change(gpt2_like_profile):
         assert [(form.choice, form.nbytes) for form in priced.menus[value]] == [(f.choice, f.nbytes) for f in menu]
         assert all((form.ms > 0) == (form.choice != RETAIN) for form in priced.menus[value])
     assert [plan.plan for plan in priced.checkpoints] == [plan.plan for plan in model.checkpoints]
+
+
+@pytest.fixture
+def llama_profile(one_thread, few_rows, tiny_llama):
+    ids = torch.randint(3, 60, (1, 60))
+    model = tiny_llama(intermediate_size=512, layers=4)
+    return profile_model(model, {"input_ids": ids, "labels": ids}, AdaccConfig())
+
+
+def numbers_of(policy):
+    return [tiling.num_tiles if (tiling := policy.plan_of(name).tiling) else 0 for name, _ in policy.blocks]
+
+
+def test_tiles_lower_the_least_peak_where_the_config_allows_them(llama_profile):
+    untiled = quick_least_policy(llama_profile, AdaccConfig(actions=("retain", "compress", "recompute")))
+    least = quick_least_policy(llama_profile)
+    assert numbers_of(untiled) == [0] * 4
+    assert any(numbers_of(least))
+    assert least.predicted_peak_bytes < untiled.predicted_peak_bytes
