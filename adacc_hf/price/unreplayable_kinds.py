@@ -10,6 +10,7 @@ import torch
 from adacc_hf.artifacts.kind_profile import WHOLE, BackwardEvent, ForwardEvent, KindProfile, Value
 from adacc_hf.artifacts.policy import BlockAction
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
+from adacc_hf.tape.operator_effects import CHANGED_UNSEEN
 from adacc_hf.tape.replay_check import is_reproducible
 
 SAVED = 0
@@ -28,6 +29,8 @@ def untrusted_kind(group: Sequence[RecordedBlock], shared_tensors: SharedTensors
     ]
     actions = (BlockAction.CHECKPOINT,) if block.tape.has_collectives else (BlockAction.PLAIN, BlockAction.CHECKPOINT)
     is_reproduced = not block.tape.verified or is_reproducible(block.tape)  # else only Dynamo stops at it
+    # A traced graph, or a second run that ends at the last saved tensor, would omit the changes behind autograd's back.
+    is_reproduced = is_reproduced and block.tape.untrusted != CHANGED_UNSEEN
     if not is_reproduced or any(each.changes_state for each in group):
         actions = (BlockAction.PLAIN,)
     return KindProfile(
