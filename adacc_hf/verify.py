@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
         description="With --model, train a model with random weights on random tokens by AdamW: plainly, under "
         "gradient checkpointing and under a policy, from one state. With COMMAND, such as `python train.py`, run it "
         "once as it is and once with AdaccCallback, and end training after --steps; the command writes its files as "
-        "usual. Print differences, peak memory and time. With --methods, train 20 small models under several methods, "
+        "usual. Print differences, peak memory and time. With --methods, train small models under several methods, "
         "and print which is exact. The exit status is 0 if training under the policy is bit-equal, else "
         f"{NOT_EQUAL}.",
     )
@@ -58,7 +58,7 @@ def add_parser(commands: Any) -> None:
         "--methods",
         nargs="?",
         const=ALL_METHODS,
-        help=f"train 20 small cases under these methods, in about 2 minutes on one core (default: {ALL_METHODS}; also "
+        help=f"train small models under these methods, in about 2 minutes on one core (default: {ALL_METHODS}; also "
         "torch-budget-inductor, which takes longer)",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="with --methods: also write the results as JSON")

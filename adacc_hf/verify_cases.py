@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils.checkpoint import checkpoint
 
 from adacc_hf.torch_glue.compat import GradientCheckpointingLayer, PretrainedConfig, PreTrainedModel
 
@@ -52,19 +51,18 @@ class Model(PreTrainedModel):
         self.blocks = nn.ModuleList(block_class() for _ in range(NUM_BLOCKS))
         self.sizes: tuple[tuple[int, int], ...] = ((8, 16),)
         """(sequences, tokens) of each micro-batch of a step."""
-        self.has_autocast = self.has_losses = False
+        self.has_autocast = False
         prepare(self)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
 
     def forward(self, ids: Tensor) -> Tensor:
-        losses: list[Tensor] = []
         with torch.autocast("cpu", torch.bfloat16, enabled=self.has_autocast):
             x = self.embed(ids)
             for block in self.blocks:
-                x = block(x, losses) if self.has_losses else block(x)
-            return sum(losses, F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten()))
+                x = block(x)
+            return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
 class Case(NamedTuple):
@@ -106,7 +104,11 @@ def rrelu_last(block: Any, x: Tensor) -> Tensor:
     return F.rrelu(x + block.down(block.hidden(x)), training=True)
 
 
-@case("in-place counter", "NVIDIA/TransformerEngine#3394", lambda block: block.register_buffer("n", torch.zeros(())))
+def add_number(block: Any) -> None:
+    block.register_buffer("n", torch.ones(()))
+
+
+@case("in-place counter", "NVIDIA/TransformerEngine#3394", add_number)
 def count(block: Any, x: Tensor) -> Tensor:
     block.n.add_(1)
     return x + block.down(block.hidden(x) / block.n)
@@ -125,19 +127,88 @@ def quantize(block: Any, x: Tensor) -> Tensor:
     return x + block.down(block.hidden(x * code))
 
 
+_phase = {"is_backward": False}
+
+
+@torch.library.custom_op("adacc_verify::best_expert", mutates_args=())
+def best_expert(scores: Tensor) -> Tensor:
+    """Return the index of each token's best expert. Backward gets the last of equal experts, because kernels of a GPU
+    select any of them."""
+    return scores.shape[-1] - 1 - scores.flip(-1).argmax(-1) if _phase["is_backward"] else scores.argmax(-1)
+
+
+@torch.library.custom_op("adacc_verify::row_sums", mutates_args=())
+def row_sums(x: Tensor) -> Tensor:
+    """Return cumulative sums of rows. Without gradients, they differ by rounding, as if by another kernel."""
+    return x.cumsum(-1) * (1 if torch.is_grad_enabled() else 1 + 1e-6)
+
+
+best_expert.register_fake(lambda scores: scores.new_empty(scores.shape[:-1], dtype=torch.int64))
+row_sums.register_fake(torch.empty_like)
+
+
 def add_experts(block: Any) -> None:
     block.router, block.experts = nn.Linear(WIDTH, 4), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-    nn.init.zeros_(block.router.weight)  # all experts tie
+    block.router.requires_grad_(False).weight.zero_()  # all experts tie
+    block.router.bias.zero_()
 
 
-@case("ties in routing", "NVIDIA-NeMo/Automodel#3156", add_experts)
+def note_backward(model: Any) -> None:
+    def begin_backward(_: Any, __: Any, loss: Tensor) -> None:
+        loss.register_hook(lambda _: _phase.update(is_backward=True))
+
+    model.register_forward_pre_hook(lambda *_: _phase.update(is_backward=False))
+    model.register_forward_hook(begin_backward)
+
+
+@case("ties in routing", "NVIDIA-NeMo/Automodel#3140", add_experts, note_backward)
 def route(block: Any, x: Tensor) -> Tensor:
-    flat, result = block.norm(x).flatten(0, 1), x.flatten(0, 1)
-    weights, indices = block.router(flat * torch.empty_like(flat).uniform_(0.9, 1.1)).softmax(-1).topk(2)
-    for number, expert in enumerate(block.experts):
-        token, rank = torch.where(indices == number)
-        result = result.index_add(0, token, F.gelu(expert(flat[token])) * weights[token, rank, None])
-    return result.view_as(x)
+    normed = block.norm(x)
+    index = best_expert(block.router(normed).softmax(-1))[..., None, None]
+    results = torch.stack([F.gelu(expert(normed)) for expert in block.experts], -2)
+    return x + results.gather(-2, index.expand(-1, -1, 1, WIDTH)).squeeze(-2)
+
+
+@case("other kernel", "pytorch/pytorch#186572")
+def sum_rows(block: Any, x: Tensor) -> Tensor:
+    hidden = block.hidden(x)
+    return x + block.down(hidden * row_sums(hidden.detach()))
+
+
+@case("in-place activation", "pytorch/pytorch#96319")
+def scale_in_place(block: Any, x: Tensor) -> Tensor:
+    hidden = block.up(block.norm(x))
+    gate = hidden.tanh()
+    return x + block.down(F.gelu(hidden.mul_(2))) + gate[..., :WIDTH]
+
+
+def at_call(number: int, change: Callable[[Any], Any], is_before: bool) -> Callable[[Any], None]:
+    """Return a function that makes a model change its blocks before or after the forward with this number."""
+
+    def prepare(model: Any) -> None:
+        @torch.no_grad()
+        def count_call(*_: Any) -> None:
+            model.num_calls += 1
+            for block in model.blocks if model.num_calls == number else ():
+                change(block)
+
+        model.num_calls = 0
+        (model.register_forward_pre_hook if is_before else model.register_forward_hook)(count_call)
+
+    return prepare
+
+
+halve_later = at_call(3, lambda block: block.n.fill_(0.5), True)
+change_weights = at_call(4, lambda block: block.down.weight.mul_(0.9), False)
+case("weight changed", "pytorch/pytorch#197887", prepare=change_weights)(Block.forward)
+
+
+@case("write after saving", "meta-pytorch/torchrec#2836", add_number, halve_later)
+def write_saved(block: Any, x: Tensor) -> Tensor:
+    gate = block.up(block.norm(x)).sigmoid()
+    result = x + block.down(gate)
+    gate.data.mul_(block.n)
+    return result
 
 
 def tie_under_autocast(model: Any) -> None:
@@ -146,17 +217,16 @@ def tie_under_autocast(model: Any) -> None:
         block.up = model.blocks[0].up
 
 
-def scale_in_hooks(block: Any, is_forward: bool) -> None:
-    def scale(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+def scale_in_hook(block: Any) -> None:
+    def scale(_: nn.Module, __: Any, result: Tensor) -> Tensor:
         block.num_calls += 1
-        return outputs * (1 + 0.1 * block.num_calls) if is_forward else (inputs[0] / block.num_calls,)
+        return result * (1 + 0.1 * block.num_calls)
 
-    block.up.register_forward_hook(scale) if is_forward else block.up.register_full_backward_hook(scale)
+    block.up.register_forward_hook(scale)
 
 
 case("autocast cache", "pytorch/pytorch#193338", prepare=tie_under_autocast)(Block.forward)
-case("forward hook", "stanfordnlp/pyvene#242", lambda block: scale_in_hooks(block, True))(Block.forward)
-case("backward hook", "pytorch/pytorch#4594", lambda block: scale_in_hooks(block, False))(Block.forward)
+case("forward hook", "stanfordnlp/pyvene#242", scale_in_hook)(Block.forward)
 
 
 def add_lora(block: Any) -> None:
@@ -207,44 +277,4 @@ case("spectral norm", "pytorch/pytorch#62293", lambda block: spectral_norm(block
 case("shared block", "pytorch/pytorch#81296", prepare=share_block)(drop)
 
 
-@case("list argument", "NVIDIA/Megatron-LM#1514", prepare=lambda model: setattr(model, "has_losses", True))
-def append_loss(block: Any, x: Tensor, losses: list[Tensor]) -> Tensor:
-    hidden = block.hidden(x)
-    losses.append(hidden.square().mean())
-    return x + block.down(hidden) / len(losses)
-
-
-@case("data-dependent", "pytorch/torchtitan#1117")
-def repeat(block: Any, x: Tensor) -> Tensor:
-    while x.norm() < 80:
-        x = x + F.dropout(block.down(block.hidden(x)), 0.1) + 0.1 * x
-    return x
-
-
-class RandomMask(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mask = torch.rand_like(x) < 0.8
-        return x * ctx.mask
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * ctx.mask
-
-
-@case("custom Function", "pytorch/pytorch#102600")
-def mask_by_function(block: Any, x: Tensor) -> Tensor:
-    return x + block.down(RandomMask.apply(block.hidden(x)))
-
-
-@case("own checkpoint", "pytorch/pytorch#90105")
-def nest(block: Any, x: Tensor) -> Tensor:
-    return x + checkpoint(lambda y: F.dropout(block.down(block.hidden(y)), 0.1), x, use_reentrant=False)
-
-
 case("accumulation", "pytorch/pytorch#190717", prepare=lambda model: setattr(model, "sizes", ((8, 16), (5, 12))))(drop)
-
-
-@case("stochastic depth", "cybertronai/gradient-checkpointing#35")
-def skip(block: Any, x: Tensor) -> Tensor:
-    return x if torch.rand(()) < 0.3 else x + block.down(block.hidden(x)) / 0.7

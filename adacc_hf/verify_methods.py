@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -106,8 +107,13 @@ def train(case: Case, install: Install) -> Tensors:
                 for number, batch in enumerate(batches, 1):
                     with nullcontext() if is_whole else enter_micro_batch(batch):
                         loss = call(**batch)
-                        loss.backward()
-                    tensors[f"step {step}: loss {number}"] = loss.detach()
+                        tensors[f"step {step}: loss {number}"] = loss.detach()
+                        try:
+                            loss.backward()
+                        except RuntimeError as error:  # plain autograd refuses saved tensors that were changed
+                            if not re.search("in.?place", str(error)):
+                                raise
+                            return tensors | {f"step {step}: backward is refused": loss.detach()}
                 for name, parameter in model.named_parameters():
                     gradient = parameter.grad
                     tensors[f"step {step}: gradient of {name}"] = None if gradient is None else gradient.clone()

@@ -1,6 +1,7 @@
 """The guide is short, and its table of settings agrees with AdaccConfig."""
 
 import ast
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 
 from adacc_hf import AdaccConfig
 
-GUIDE = (Path(__file__).parent.parent / "docs" / "GUIDE.md").read_text(encoding="utf-8")
+GUIDE_PATH = Path(__file__).parents[1] / "docs" / "GUIDE.md"
+GUIDE = GUIDE_PATH.read_text(encoding="utf-8")
 SETTINGS = re.findall(r"^\| `(\w+)` +\| `(.+?)` +\| (.*?) *\|", GUIDE.split("## All settings")[1], re.MULTILINE)
 RANGES = {name: ast.literal_eval(text) for name, _, text in SETTINGS if text.startswith("[")}
 
@@ -32,3 +34,29 @@ def test_its_range_is_the_one_that_is_checked(name):
     for outside in (low - 1, high + 1):
         with pytest.raises(ValueError, match=name):
             AdaccConfig(**{name: outside})
+
+
+def test_its_measurements_are_those_of_the_records():
+    results, (table,) = (
+        GUIDE_PATH.parents[1] / "eval" / "results" / "cpu",
+        re.findall(r"\| measurement .*?\n\n", GUIDE, re.S),
+    )
+    points = {
+        n: json.loads((results / f"{n}.json").read_text())["train_info"]["points"] for n in ("throughput", "peers")
+    }
+    naive = [p["gate"]["gradient_error"] for k, p in points["throughput"].items() if k.startswith("quantization,")]
+    ours = [points["peers"][f"adacc_{budget}"]["gate"]["gradient_error"] for budget in (0.5, 0.35, 0.25, 0.15)]
+    assert f"error {min(naive):.3f} to {max(naive):.3f}" in table
+    assert f"error {min(ours):.0f} to {max(ours):.3f}" in table
+    (gap,) = re.findall(r"\| Adacc +\| .*?\| +\+([\d.]+ %)", (results / "loss.md").read_text())
+    assert f"{gap} above plain" in table
+    longest = dict(
+        re.findall(r"^\| (.*?) +\| +([\d,]+) \|", (results / "longest.md").read_text().split("qwen3:")[0], re.M)
+    )
+    lengths = [longest[name] for name in ("Adacc", "Adacc, exact", "checkpointing, chunked head, tiles")]
+    assert re.findall(r"\d+,\d+", table) == lengths
+    exact = (results / "verify_methods.md").read_text().split("Exact in ")[1]
+    num_cases, counts = exact.split()[0], dict(re.findall(r"(\S+) (\d+)[,.]", exact))
+    readme = " ".join((GUIDE_PATH.parents[1] / "README.md").read_text().split())
+    assert f"Of {num_cases} small models" in readme
+    assert f"trains {counts['adacc']} exactly, torch's checkpoint {counts['checkpointing']}]" in readme

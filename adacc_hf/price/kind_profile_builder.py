@@ -15,6 +15,7 @@ from adacc_hf.price.codec_selection import role_of, storable_values, with_outlie
 from adacc_hf.price.measurement import Prices
 from adacc_hf.price.shared_storage import RecordedBlock, SharedTensors
 from adacc_hf.tape.execution_plan import encode_view
+from adacc_hf.tape.operator_effects import CHANGED_UNSEEN
 from adacc_hf.tape.replay_check import is_reproducible, obtainable_values
 from adacc_hf.tape.tape import TapeOperator
 
@@ -154,6 +155,8 @@ def _block_actions(group: Sequence[RecordedBlock]) -> tuple[BlockAction, ...]:
         is_checkpointable = not tape.has_collectives and is_reproducible(tape)
     else:  # if no operators are verified, only Dynamo stops at the block
         is_reproduced = not tape.verified or is_reproducible(tape)
+        # A traced graph, or a second run that ends at the last saved tensor, would omit changes that autograd misses.
+        is_reproduced = is_reproduced and tape.untrusted != CHANGED_UNSEEN
         is_checkpointable = is_reproduced and not any(block.changes_state for block in group)
     if not is_checkpointable:
         return (BlockAction.PLAIN,)

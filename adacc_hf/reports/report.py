@@ -92,7 +92,6 @@ def _memory_png(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) 
 
 
 def _summary_section(profile: Profile, policy: Policy, outcomes: dict[str, Outcome]) -> list[Part]:
-    counts = policy.action_counts()
     plain, ours = outcomes["plain"], outcomes["this policy"]
     plain_bytes, blocks_ms = plain.stored_bytes, plain_blocks_ms(profile)
     rows = [
@@ -109,12 +108,10 @@ def _summary_section(profile: Profile, policy: Policy, outcomes: dict[str, Outco
     headers = ("predicted", "stored", "of plain", "peak of the step", "overhead ms", "of the blocks' time")
     parts: list[Part] = [
         (
-            f"{profile.model_class} on {profile.device}, {len(profile.blocks)} blocks. This policy retains "
-            f"{counts['retain']} activations, compresses {counts['compress']} and recomputes {counts['recompute']}. A "
-            f"step is predicted to peak at {format_bytes(ours.peak_bytes)}, "
-            f"{percent(ours.peak_bytes, plain.peak_bytes)} of plain training's {format_bytes(plain.peak_bytes)}, and "
-            f"to take {ours.overhead_ms:.2f} ms ({percent(ours.overhead_ms, blocks_ms)} of the blocks' time) "
-            f"longer."
+            f"{profile.model_class} on {profile.device}. Policy: {policy.describe_actions()}. A step is predicted to "
+            f"peak at {format_bytes(ours.peak_bytes)}, {percent(ours.peak_bytes, plain.peak_bytes)} of plain "
+            f"training's {format_bytes(plain.peak_bytes)}, and to take {ours.overhead_ms:.2f} ms "
+            f"({percent(ours.overhead_ms, blocks_ms)} of the blocks' time) longer."
         ),
         table(headers, rows, numbers=headers[1:]),
         (

@@ -10,8 +10,8 @@ from adacc_hf.verify_cases import CASES, Model
 from adacc_hf.verify_methods import METHODS, compared, train
 
 
-def test_there_are_twenty_small_cases():
-    assert len(CASES) == len({case.make for case in CASES.values()}) == 20
+def test_the_cases_are_small_and_distinct():
+    assert len(CASES) == len({case.make for case in CASES.values()}) == 18
     for case in CASES.values():
         assert re.fullmatch(r"[\w-]+/[\w-]+#\d+", case.thread)
         model = case.make()
@@ -25,7 +25,7 @@ def test_plain_training_is_repeatable(name, one_thread):
     """Training changes each trained weight, and a second training is bit-equal."""
     tensors = train(CASES[name], METHODS["plain"])
     gradients = [
-        tensor for name, tensor in tensors.items() if name.startswith("step 5: gradient") and tensor is not None
+        tensor for name, tensor in tensors.items() if name.startswith("step 3: gradient") and tensor is not None
     ]
     assert gradients
     assert all(torch.isfinite(gradient).all() for gradient in gradients)
