@@ -88,9 +88,7 @@ class BlockExecutor:
         """Run a call that Dynamo cannot trace, so that nothing tells which operators it runs."""
         reason = self.known_shapes.paths.untraced or ""
         self.tape_cache.warn_not_replayed(self.name, self.plan.kind, reason)
-        fallback = self.entries.fallback_of(reason)
-        if fallback is not None:
-            self.tape_cache.fallbacks.add(fallback, self.name)
+        self.tape_cache.fallbacks.add(self.entries.fallback_of(reason), self.name)
         return self._run_unplanned(self.tape_cache.tapes_of_kind(self.plan.kind), block, fn, args)
 
     def _run_unplanned(self, tapes: Sequence[Tape], block: nn.Module, fn: Any, args: tuple[Any, ...]) -> Any:
@@ -111,7 +109,7 @@ class BlockExecutor:
             entry = None
         if entry is None:
             return self._first_call(key, block, self._in_tiles(block, fn), args, kwargs)
-        self._count_fallback(entry)
+        self.tape_cache.fallbacks.add(entry.fallback, self.name)
         self._latest = entry
         plan = entry.execution_plan
         if plan is None:
@@ -193,10 +191,6 @@ class BlockExecutor:
         self.tape_cache.fallbacks.add(OUT_OF_PLACE, self.name)
         return self._run_untaped(entry.tape.has_collectives, block, self._in_tiles(block, fn), args)
 
-    def _count_fallback(self, entry: Entry) -> None:
-        if entry.fallback is not None:
-            self.tape_cache.fallbacks.add(entry.fallback, self.name)
-
     @staticmethod
     def _run_untaped(has_collectives: bool, block: nn.Module, fn: Any, args: tuple[Any, ...]) -> Any:
         """Run a call without a tape: under torch's checkpoint, or plainly if the block has collectives. Either all
@@ -267,7 +261,7 @@ class BlockExecutor:
         self.known_shapes.paths.compare_graph(tape, fn, args)
         self.tape_cache.remember(tape, key, self.name)
         entry = self._latest = self.entries.add(key, tape, next_call=2)
-        self._count_fallback(entry)
+        self.tape_cache.fallbacks.add(entry.fallback, self.name)
         if entry.execution_plan is not None and not entry.execution_plan.is_plain:
             entry.unpacked_slots = recording.hand_over(entry.execution_plan, self._codecs(entry))
         recording.close()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from threading import RLock
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -35,12 +36,12 @@ from adacc_hf.torch_glue.compat import (
     block_of,
     checkpoint_call,
     drop_caching_warning,
-    has_filled_cache,
     layerdrop_rates,
     only_reads_cache,
     without_caches,
 )
 from adacc_hf.torch_glue.dynamo import asking_function
+from adacc_hf.torch_glue.model_hook import ModelHook
 from adacc_hf.torch_glue.private import (
     eval_frame_callback,
     outer_hooks,
@@ -52,6 +53,8 @@ from adacc_hf.torch_glue.zero3 import BlockGathering, gathers_inside
 log = logging.getLogger(__name__)
 
 _ABSENT = object()
+_models_of: WeakKeyDictionary[Cache, WeakSet[nn.Module]] = WeakKeyDictionary()
+"""Models that were called with a cache in training, and left it empty."""
 _CALLS = ("forward", "__call__")
 """Prefixes of the names of functions in which layers test their checkpointing flag."""
 
@@ -156,12 +159,6 @@ class BlockFunction:
             raise NestedHooksError(_describe_hooks(self.name, outer_hooks()))
         arguments = (*args, *fn.keywords.values()) if isinstance(fn, partial) else args
         if any(isinstance(argument, Cache) for argument in arguments) and not only_reads_cache(self.block):
-            if has_filled_cache(self.block, fn, args):
-                raise ValueError(
-                    f"block {self.name} gets past_key_values that contain keys (prefix tuning, or a text trained in "
-                    f"segments): replay cannot preserve a cache, and training without it would give other results; "
-                    f"train without adacc_hf, or without the cache (prompt tuning and LoRA need none)"
-                )
             fn, args = without_caches(fn, args)
         if not self._lock.acquire(blocking=False):
             raise ConcurrentCallError(
@@ -253,6 +250,21 @@ def _describe_hooks(block: str, hooks: Any) -> str:
     )
 
 
+def _refuse_keys(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if `model` gets a key-value cache that contains keys, or would in plain training."""
+    trains = model.training and torch.is_grad_enabled()
+    for cache in (argument for argument in (*args, *kwargs.values()) if isinstance(argument, Cache)):
+        models = _models_of.setdefault(cache, WeakSet())
+        if model in models or (trains and cache.get_seq_length() > 0):
+            raise ValueError(
+                f"{type(model).__name__} gets past_key_values that contain keys (prefix tuning, or a text trained in "
+                f"segments): replay cannot preserve a cache, and training without it would give other results; train "
+                f"without adacc_hf, or without the cache (prompt tuning and LoRA need none)"
+            )
+        if trains:
+            models.add(model)
+
+
 def _inert_function(name: str) -> BlockFunction:
     """Return the function of a copied or unpickled model, which runs the block plainly."""
     function = BlockFunction(name, nn.Identity(), PlainStrategy())
@@ -279,12 +291,14 @@ class Installation:
         self._num_calls_before = dict.fromkeys(self.blocks, 0)
         self._undo: list[tuple[nn.Module, str, Any]] = []
         self._wraps_forward = block_classes is not None
-        self._gatherings = [BlockGathering(block) for _, block in blocks]
+        self._hooks: list[Any] = [BlockGathering(block) for _, block in blocks]
         for name, block in blocks:
             self._install(self.blocks[name], block)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 self._set(module, SETTER, Reinstaller(self, getattr(module, SETTER)))
+                if not any(map(only_reads_cache, module.modules())):
+                    self._hooks.append(module.register_forward_pre_hook(ModelHook(_refuse_keys), with_kwargs=True))
         self._restore_warning = drop_caching_warning()
 
     @property
@@ -302,8 +316,8 @@ class Installation:
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = original
-        for gathering in self._gatherings:
-            gathering.remove()
+        for hook in self._hooks:
+            hook.remove()
         for function in self.blocks.values():
             function.block = None
         self._restore_warning()

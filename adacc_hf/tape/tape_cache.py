@@ -62,8 +62,10 @@ class Fallbacks:
         self.blocks: dict[str, list[str]] = {}
         """Names of the blocks, by the reason for not following the plan, in the order of their first such calls."""
 
-    def add(self, reason: str, block: str) -> None:
-        """Count one call of `block` that did not follow its plan because of `reason`."""
+    def add(self, reason: str | None, block: str) -> None:
+        """Count one call of `block` that did not follow its plan because of `reason`. None is no reason."""
+        if reason is None:
+            return
         self.counts[reason] += 1
         names = self.blocks.setdefault(reason, [])
         if block not in names:

@@ -98,17 +98,6 @@ def only_reads_cache(block: nn.Module) -> bool:
     return bool(getattr(block, _CACHE_ATTRIBUTE, False))
 
 
-def has_filled_cache(block: nn.Module, fn: Any, args: tuple[Any, ...]) -> bool:
-    """Return True if a key-value cache among the arguments has entries for `block` before the call."""
-    caches = [value for value in (*args, *keyword_arguments(fn).values()) if isinstance(value, Cache)]
-    if not caches:
-        return False
-    places = {index for module in block.modules() if isinstance(index := getattr(module, "layer_idx", None), int)}
-    layers = [getattr(getattr(cache, "self_attention_cache", cache), "layers", []) for cache in caches]
-    keys = [getattr(cache[place], "keys", None) for cache in layers for place in places if place < len(cache)]
-    return any(tensor is not None and tensor.numel() > 0 for tensor in keys)
-
-
 def observing_hooks(block: nn.Module) -> list[Callable[..., Any]]:
     """Return the forward hooks with which Transformers collects hidden states. They run no operator."""
     hooks = [hook for module in block.modules() for hook in forward_hooks(module).values()]
