@@ -220,7 +220,7 @@ class ModelRecorder:
         choices |= dict.fromkeys(unfit_values(choices, tape), RETAIN)
         plan = self.tape_cache.execution_plan(tape, choices, frozenset())
         if not plan.is_plain:
-            recording.hand_over(plan, {})
+            recording.hand_over(plan, {}, {})
         return frozenset(plan.roots) | {value for value in saved if choices[value] is RETAIN}
 
     def _price(self, tape: Tape, recorder: Recorder, outliers: dict[int, int], run_ms: float) -> Prices:

@@ -208,8 +208,7 @@ class BlockExecutor:
                 f"block {self.name} draws its dropout masks again in backward, which is not possible in a CUDA graph: "
                 f"capture it under a policy of AdaccConfig(actions=('retain', 'compress')), or without dropout"
             )
-        lossy = [value for value, codec in entry.codecs.items() if not codec.lossless] if is_checked else None
-        call = Call(plan, self.name, self._codecs(entry), externals, lossy)
+        call = Call(plan, self.name, self._codecs(entry), externals, entry.codecs if is_checked else None)
         if len(plan.tape.order or ()) < plan.num_slots:
             entry.unpacked_slots = call.unpacked_slots = []
         result = call.run(fn, args)
@@ -256,7 +255,7 @@ class BlockExecutor:
         entry = self._latest = self.entries.add(key, tape, next_call=2)
         self.tape_cache.fallbacks.add(entry.fallback, self.name)
         if entry.execution_plan is not None and not entry.execution_plan.is_plain:
-            entry.unpacked_slots = recording.hand_over(entry.execution_plan, self._codecs(entry))
+            entry.unpacked_slots = recording.hand_over(entry.plan, self._codecs(entry), entry.codecs)
         recording.close()
         return result
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from threading import RLock
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -29,10 +30,10 @@ from adacc_hf.torch_glue.compat import (
     SETTER,
     Cache,
     PreTrainedModel,
-    has_keys,
     layerdrop_rates,
     only_reads_cache,
 )
+from adacc_hf.torch_glue.model_hook import ModelHook
 from adacc_hf.torch_glue.private import (
     eval_frame_callback,
     outer_hooks,
@@ -45,6 +46,8 @@ from adacc_hf.torch_glue.zero3 import gather_together, gathers_inside
 log = logging.getLogger(__name__)
 
 _ABSENT = object()
+_models_of: WeakKeyDictionary[Cache, WeakSet[nn.Module]] = WeakKeyDictionary()
+"""Models that were called with a cache in training, and left it empty."""
 
 
 class Strategy(Protocol):
@@ -130,14 +133,7 @@ class BlockFunction:
         if outer_hooks() is not None and not getattr(self.calls[0].strategy, "expects_outer_hooks", False):
             raise NestedHooksError(_describe_hooks(self.name, outer_hooks()))
         caches = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Cache)]
-        if caches and not only_reads_cache(self.block):
-            if any(has_keys(cache, self.block) for cache in caches):
-                raise ValueError(
-                    f"block {self.name} gets past_key_values that contain keys (prefix tuning, or a text trained in "
-                    f"segments): replay cannot preserve a cache, and training without it would give other results; "
-                    f"train without adacc_hf, or without the cache (prompt tuning and LoRA need none)"
-                )
-            # A second run in backward would append to them.
+        if caches and not only_reads_cache(self.block):  # a second run in backward would append to them
             args = tuple(None if isinstance(argument, Cache) else argument for argument in args)
             kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
         if not self._lock.acquire(blocking=False):
@@ -198,6 +194,21 @@ def _describe_hooks(block: str, hooks: Any) -> str:
     )
 
 
+def _refuse_keys(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if `model` gets a key-value cache that contains keys, or would in plain training."""
+    trains = model.training and torch.is_grad_enabled()
+    for cache in (argument for argument in (*args, *kwargs.values()) if isinstance(argument, Cache)):
+        models = _models_of.setdefault(cache, WeakSet())
+        if model in models or (trains and cache.get_seq_length() > 0):
+            raise ValueError(
+                f"{type(model).__name__} gets past_key_values that contain keys (prefix tuning, or a text trained in "
+                f"segments): replay cannot preserve a cache, and training without it would give other results; train "
+                f"without adacc_hf, or without the cache (prompt tuning and LoRA need none)"
+            )
+        if trains:
+            models.add(model)
+
+
 class Installation:
     """Functions around the blocks of a model, installed until `remove`, and again if other code switches checkpointing
     off and on.
@@ -216,7 +227,7 @@ class Installation:
         """Each call of a block in a step, by name."""
         self._num_calls_before = dict.fromkeys(self.blocks, 0)
         self._undo: list[tuple[nn.Module, str, Any]] = []
-        self._restore_hooks = [gather_together(block, self._set) for _, block in blocks]
+        self._undo_hooks: list[Callable[[], None]] = [gather_together(block, self._set) for _, block in blocks]
         for name, block in blocks:
             for layer in checkpointed_layers(block):
                 self._set(layer, FLAG, False)
@@ -224,6 +235,9 @@ class Installation:
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 self._set(module, SETTER, Reinstaller(self, getattr(module, SETTER)))
+                if not any(map(only_reads_cache, module.modules())):
+                    hook = module.register_forward_pre_hook(ModelHook(_refuse_keys), with_kwargs=True)
+                    self._undo_hooks.append(hook.remove)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -240,8 +254,8 @@ class Installation:
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = original
-        for restore in self._restore_hooks:
-            restore()
+        for undo in self._undo_hooks:
+            undo()
         for function in self.blocks.values():
             function.is_installed = False
 

@@ -16,7 +16,7 @@ NOTE [State of a call]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, SavedTensorMismatchError, TapeMismatchError
-from adacc_hf.kernels.codecs import Coder
+from adacc_hf.kernels.codecs import Codec, Coder
 from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.tape.operator_effects import CHANGED_UNSEEN, COMPILED, RngUse, runs_compiled_code
 from adacc_hf.tape.recorder import Recorder
@@ -38,6 +38,7 @@ from adacc_hf.torch_glue.tensors import (
     clone_with_storage,
     copy_with_storage,
     current_node,
+    is_fake,
     kept_by_autograd,
     local_of,
     spec_of,
@@ -78,11 +79,11 @@ class Call:
         block: str,
         codecs: Mapping[int, Coder],
         externals: list[tuple[int, torch.Tensor]],
-        lossy: Collection[int] | None = None,
+        checked: Mapping[int, Codec] | None = None,
     ) -> None:
-        """Initialize. If `lossy` is given, the values that are stored with loss, the call is checked: backward compares
-        checksums of the saved tensors that it recomputes from other values."""
-        self._lossy = lossy
+        """Initialize. If `checked` is given, the codecs of compressed values, backward compares checksums of the saved
+        tensors that it recomputes without values stored with loss."""
+        self._lossy = None if checked is None else {v for v, codec in checked.items() if not codec.lossless}
         self._checksums: dict[int, Checksum] = {}
         """Checksums of saved tensors that backward must recompute bit for bit, by slot."""
         self.plan = plan
@@ -144,7 +145,7 @@ class Call:
             self._store(expected.value, tensor, local)
         if expected.state_after is not None:
             self._store_state(*expected.state_after)
-        if self._lossy is not None and expected.needs is not None and not any(v in self._lossy for v in expected.needs):
+        if self._lossy is not None and expected.needs is not None and self._lossy.isdisjoint(expected.needs):
             self._checksums[slot] = checksum(local)
         if expected.needs is None:
             content = without_gathered_memory(tensor) if expected.is_partitioned else kept_by_autograd(tensor)
@@ -383,16 +384,16 @@ class Recording:
             self.recorder.untrusted = self.recorder.untrusted or CHANGED_UNSEEN
         return result
 
-    def hand_over(self, plan: ExecutionPlan, codecs: Mapping[int, Coder]) -> list[int]:
-        """Apply `plan` to the recorded call: keep, encode or free each saved tensor. Return a list to which backward
-        will append each saved tensor that it unpacks."""
+    def hand_over(self, plan: ExecutionPlan, codecs: Mapping[int, Coder], checked: Mapping[int, Codec]) -> list[int]:
+        """Apply `plan` to the recorded call, which is checked: keep, encode or free each saved tensor. Return a list to
+        which backward will append each saved tensor that it unpacks."""
         # The call may have put another parameter at its source.
         externals = [
             (value, self._parameters[source.path[0]] if source.place == "parameter" else self.recorder.bases[value])
             for value, source in plan.externals
         ]
         externals += [(v, self.recorder.bases[v]) for v in plan.roots if plan.tape.is_generator_state(v)]
-        self._call = Call(plan, self.name, codecs, externals)
+        self._call = Call(plan, self.name, codecs, externals, None if is_fake(self.recorder.bases[0]) else checked)
         self._call.unpacked_slots = []
         for packed in self._packed:
             _, tensor, version, _ = packed.content

@@ -61,14 +61,6 @@ def only_reads_cache(block: nn.Module) -> bool:
     return bool(getattr(block, _CACHE_ATTRIBUTE, False))
 
 
-def has_keys(cache: Cache, block: nn.Module) -> bool:
-    """Return True if a key-value cache has entries for `block`."""
-    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
-    places = {index for module in block.modules() if isinstance(index := getattr(module, "layer_idx", None), int)}
-    keys = [getattr(layers[place], "keys", None) for place in places if place < len(layers)]
-    return any(tensor is not None and tensor.numel() > 0 for tensor in keys)
-
-
 def observing_hooks(block: nn.Module) -> list[Callable[..., Any]]:
     """Return the forward hooks with which Transformers collects hidden states. They run no operator."""
     hooks = [hook for module in block.modules() for hook in forward_hooks(module).values()]

@@ -73,23 +73,19 @@ def state_of(model):
     return {name: {**module.__dict__} for name, module in model.named_modules()}
 
 
-def test_a_cache_in_training_is_not_filled(tiny_gpt2, token_batch, recomputing):
+@pytest.mark.parametrize("wrap", [lambda cache: cache, lambda cache: EncoderDecoderCache(cache, DynamicCache())])
+def test_a_cache_is_not_filled_in_training_and_must_hold_no_keys(recomputing, wrap):
+    """A cache that holds keys is refused: a prefix, or what plain training has put into it in an earlier forward."""
     model, batch, policy = recomputing
-    cache = DynamicCache()
+    cache, prefix = DynamicCache(), DynamicCache()
+    for layer in range(2):
+        prefix.update(*torch.randn(2, len(batch["input_ids"]), 4, 3, 8), layer)
     with apply_policy(model, policy):
         model(**batch, past_key_values=cache, use_cache=True).loss.backward()
-    assert cache.get_seq_length() == 0
-
-
-@pytest.mark.parametrize("wrap", [lambda cache: cache, lambda cache: EncoderDecoderCache(cache, DynamicCache())])
-def test_a_cache_that_holds_keys_is_refused(recomputing, wrap):
-    """A cache that holds keys, such as a trained prefix, is refused. Without it the prefix would not be trained."""
-    model, batch, policy = recomputing
-    cache = DynamicCache()
-    for layer in range(2):
-        cache.update(*torch.randn(2, len(batch["input_ids"]), 4, 3, 8), layer)
-    with apply_policy(model, policy), pytest.raises(ValueError, match=r"h\.0 gets past_key_values that contain keys"):
-        model(**batch, past_key_values=wrap(cache), use_cache=True)
+        assert cache.get_seq_length() == 0
+        for refused in (cache, wrap(prefix)):
+            with pytest.raises(ValueError, match="gets past_key_values that contain keys"):
+                model(**batch, past_key_values=refused, use_cache=True)
 
 
 def test_removal_leaves_no_trace(recomputing, run_steps, assert_same_steps):
@@ -174,17 +170,13 @@ def test_uncalled_blocks_are_reported(recomputing):
         assert handle.uncalled() == []
 
 
-def test_an_outer_checkpoint_is_refused(recomputing):
+def test_outer_hooks_are_refused(recomputing):
     model, batch, policy = recomputing
-    with apply_policy(model, policy), pytest.raises(NestedHooksError, match="an outer checkpoint"):
-        torch.utils.checkpoint.checkpoint(lambda: model(**batch).loss, use_reentrant=False)
-
-
-def test_profiling_inside_hooks_is_refused(tiny_gpt2, token_batch):
-    model = tiny_gpt2()
     before = state_of(model)
     with torch.autograd.graph.save_on_cpu(), pytest.raises(NestedHooksError, match="activation offloading"):
-        profile_model(model, token_batch(), CONFIG)
+        profile_model(model, batch, CONFIG)
+    with apply_policy(model, policy), pytest.raises(NestedHooksError, match="an outer checkpoint"):
+        torch.utils.checkpoint.checkpoint(lambda: model(**batch).loss, use_reentrant=False)
     assert state_of(model) == before
 
 

@@ -273,6 +273,13 @@ def test_what_no_guard_sees_ends_the_run_in_a_checked_call(toy_model, toy_batch,
             loss.backward()
 
 
+def test_the_recorded_call_is_checked(toy_model, toy_batch):
+    model = toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh().exp()))
+    model.register_forward_hook(lambda *_: model.layers[1].up.weight.numpy(force=True).fill(2))
+    with pytest.raises(TapeMismatchError, match="with other bits than the forward"):
+        profile_model(model, toy_batch(), CONFIG)
+
+
 def changes_a_list(block, hidden, features):
     x = (block.up(hidden) + features[0] * 0.5).tanh()
     features.insert(0, x.detach().cos())
