@@ -25,7 +25,7 @@ MARKERS = "not nightly and not gpu and not others"
 BREAKS: list[tuple[str, str, str]] = [
     # What a step takes, and which policies keep to a budget.
     ("adacc_hf/artifacts/memory_simulator.py", "outside + self.live_bytes, loss", "outside, loss"),
-    ("adacc_hf/artifacts/block_walk.py", "get(root, -1), releases.get(slot, math.inf))", "get(root, -1), 0)"),
+    ("adacc_hf/artifacts/block_walk.py", "get(root, -1), self._release(slot))", "get(root, -1), 0)"),
     ("adacc_hf/artifacts/block_walk.py", "sorted(operators - replayed)", "sorted(operators)"),
     ("adacc_hf/artifacts/size_model.py", "math.ceil(math.log(size", "math.floor(math.log(size"),
     ("adacc_hf/artifacts/config.py", "* (1 - config.memory_margin)", "* (1 + config.memory_margin)"),
@@ -94,7 +94,7 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/torch_glue/function_calls.py", "            _thread.set_up = self.function\n", "            pass\n"),
     ("callbacks/trainer_guard.py", "                    on_failure()\n", "                    pass\n"),
     ("callbacks/trainer_mixin.py", "        refuse_second_callback(callback, self)\n", ""),
-    ("kernels/fp8.py", "-(-columns // self.group_size) *", "columns // self.group_size *"),
+    ("kernels/fp8.py", "-(-columns // self.group_size),)", "(columns // self.group_size),)"),
     ("kernels/_host_pool.py", "self.nbytes and not self.live_bytes:", "self.nbytes:"),
     ("kernels/outlier_int4.py", "if expected != actual:", "if False:"),
     ("eval/trials/trial.py", "if not error <= max_error:", "if False:"),
