@@ -1,7 +1,7 @@
 """Triton kernels of fp8: one launch to encode, one to decode.
 
-Rounding is integer arithmetic, because Triton's own cast to FP8 needs sm_89: see `fp8.py`. Rows may end in a group of
-fewer elements.
+Rounding is integer arithmetic, because Triton's own cast to FP8 needs sm_89: see `fp8.py`. If rows consist of whole
+groups, all rows are treated as one long row. Other rows end in a group of fewer elements.
 """
 
 from typing import Any
@@ -26,15 +26,23 @@ from adacc_hf.kernels.fp8 import FACTOR
 
 
 @triton.jit
-def _group_places(groups, columns, T: tl.constexpr, G: tl.constexpr):
+def _group_places(groups, columns, RAGGED: tl.constexpr, T: tl.constexpr, G: tl.constexpr):
     """Return the groups [T] that the running program handles, the int64 indices of their elements [T, G], and a mask.
-    The mask is False beyond the end of a row."""
-    group = tl.program_id(0) * T + tl.arange(0, T)
-    per_row = (columns + G - 1) // G
-    row = group // per_row
-    column = ((group - row * per_row) * G)[:, None] + tl.arange(0, G)[None, :]
-    index = (row.to(tl.int64) * columns)[:, None] + column
-    return group, index, (column < columns) & (group[:, None] < groups)
+    The mask is False beyond the end of a row. RAGGED is True if rows end in a shorter group."""
+    first_group = tl.program_id(0) * T
+    group = first_group + tl.arange(0, T)
+    if RAGGED:
+        per_row = (columns + G - 1) // G
+        row = group // per_row
+        column = ((group - row * per_row) * G)[:, None] + tl.arange(0, G)[None, :]
+        index = (row.to(tl.int64) * columns)[:, None] + column
+        is_valid = (column < columns) & (group[:, None] < groups)
+    else:
+        first = first_group.to(tl.int64) * G
+        local = tl.arange(0, T)[:, None] * G + tl.arange(0, G)[None, :]
+        index = first + local
+        is_valid = local < columns - first
+    return group, index, is_valid
 
 
 @triton.jit
@@ -58,11 +66,12 @@ def _encode_kernel(
     columns,
     groups,
     factor,
+    RAGGED: tl.constexpr,
     T: tl.constexpr,
     G: tl.constexpr,
 ):
     """Encode T groups in FP8, and store their codes and peaks. The peak of a group is the largest absolute value."""
-    group, index, is_valid = _group_places(groups, columns, T, G)
+    group, index, is_valid = _group_places(groups, columns, RAGGED, T, G)
     x = tl.load(x_ptr + index, mask=is_valid, other=0.0)
     peak = stored_peak(tl.max(peak_keys(x, False), axis=1), x.dtype)
     tl.store(peaks_ptr + group, in_16_bits(peak, peaks_ptr.dtype.element_ty), mask=group < groups)
@@ -78,11 +87,12 @@ def _decode_kernel(
     columns,
     groups,
     factor,
+    RAGGED: tl.constexpr,
     T: tl.constexpr,
     G: tl.constexpr,
 ):
     """Decode T groups from their FP8 codes and peaks. The peak of a group is the largest absolute value."""
-    group, index, is_valid = _group_places(groups, columns, T, G)
+    group, index, is_valid = _group_places(groups, columns, RAGGED, T, G)
     codes = tl.load(codes_ptr + index, mask=is_valid, other=0).to(tl.int32)
     peak = widened(tl.load(peaks_ptr + group, mask=group < groups, other=0.0))
     # The bits of a code, moved into a float16, represent 2^-8 times the code's number.
@@ -102,6 +112,10 @@ def decode(out_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -> Non
 
 
 def _launch(kernel: Any, x_RC: Tensor, codes: Tensor, peaks: Tensor, group_size: int) -> None:
+    rows, columns = x_RC.shape
     groups, tile = peaks.shape[0], groups_per_program(group_size)
-    grid = (cdiv(groups, tile),)
-    launch(kernel, grid, x_RC, codes, peaks, x_RC.shape[1], groups, FACTOR, T=tile, G=group_size)
+    is_ragged = columns % group_size != 0 and rows != 1  # rows end in a shorter group
+    launch(
+        kernel, (cdiv(groups, tile),), x_RC, codes, peaks, columns if is_ragged else rows * columns, groups, FACTOR,
+        RAGGED=is_ragged, T=tile, G=group_size,
+    )  # fmt: skip

@@ -402,7 +402,7 @@ class AdaccSession(RunView):
         """End a step, after which a policy may be set or replaced. `step` is as in `begin_step`."""
         self._place = Place.BETWEEN_STEPS
         with self._detaching():
-            if not self.hooks.has_trained():
+            if not self.hooks.num_forwards and not self.hooks.has_trained():
                 return
             if self._num_micro:
                 self.state.loop.num_micro = self._num_micro

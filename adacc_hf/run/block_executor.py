@@ -122,7 +122,8 @@ class BlockExecutor:
         is_checked = self._is_due(entry)
         if is_checked and entry.symbolic_tape is not None:
             self.tape_cache.extend(entry.symbolic_tape, key)
-        return self._call(entry, plan, externals, block, in_tiles(block, self.plan.tiling, fn), args, is_checked)
+        called = fn if self.plan.tiling is None else in_tiles(block, self.plan.tiling, fn)
+        return self._call(entry, plan, externals, block, called, args, is_checked)
 
     def _has_other_numbers(self, entry: Entry, fn: Any, args: tuple[Any, ...]) -> bool:
         """Return True if the entry's tape, evaluated at a new size, is wrong. Its symbolic tape is then discarded."""

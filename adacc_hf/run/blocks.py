@@ -33,7 +33,6 @@ from adacc_hf.torch_glue.compat import (
     layerdrop_rates,
     only_reads_cache,
 )
-from adacc_hf.torch_glue.model_hook import ModelHook
 from adacc_hf.torch_glue.private import (
     eval_frame_callback,
     outer_hooks,
@@ -46,8 +45,8 @@ from adacc_hf.torch_glue.zero3 import gather_together, gathers_inside
 log = logging.getLogger(__name__)
 
 _ABSENT = object()
-_models_of: WeakKeyDictionary[Cache, WeakSet[nn.Module]] = WeakKeyDictionary()
-"""Models that were called with a cache in training, and left it empty."""
+_blocks_of: WeakKeyDictionary[Cache, WeakSet[nn.Module]] = WeakKeyDictionary()
+"""Blocks that were called with a cache in training, and left it empty."""
 
 
 class Strategy(Protocol):
@@ -133,7 +132,10 @@ class BlockFunction:
         if outer_hooks() is not None and not getattr(self.calls[0].strategy, "expects_outer_hooks", False):
             raise NestedHooksError(_describe_hooks(self.name, outer_hooks()))
         caches = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Cache)]
-        if caches and not only_reads_cache(self.block):  # a second run in backward would append to them
+        if caches and not only_reads_cache(self.block):
+            for cache in caches:
+                self._refuse_keys(cache)
+            # A second run in backward would append to them.
             args = tuple(None if isinstance(argument, Cache) else argument for argument in args)
             kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
         if not self._lock.acquire(blocking=False):
@@ -157,6 +159,17 @@ class BlockFunction:
             ) from error
         finally:
             self._lock.release()
+
+    def _refuse_keys(self, cache: Cache) -> None:
+        """Raise ValueError if a key-value cache contains keys, or would contain the block's keys in plain training."""
+        blocks = _blocks_of.setdefault(cache, WeakSet())
+        if self.block in blocks or cache.get_seq_length() > 0:
+            raise ValueError(
+                f"block {self.name} gets past_key_values that contain keys (prefix tuning, or a text trained in "
+                f"segments): replay cannot preserve a cache, and training without it would give other results; train "
+                f"without adacc_hf, or without the cache (prompt tuning and LoRA need none)"
+            )
+        blocks.add(self.block)
 
     def _has_no_storage(self, args: tuple[Any, ...]) -> bool:
         """Return True if the tensors in `args` have no storage: on device "meta", or inside a torch.func transform."""
@@ -194,21 +207,6 @@ def _describe_hooks(block: str, hooks: Any) -> str:
     )
 
 
-def _refuse_keys(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ValueError if `model` gets a key-value cache that contains keys, or would in plain training."""
-    trains = model.training and torch.is_grad_enabled()
-    for cache in (argument for argument in (*args, *kwargs.values()) if isinstance(argument, Cache)):
-        models = _models_of.setdefault(cache, WeakSet())
-        if model in models or (trains and cache.get_seq_length() > 0):
-            raise ValueError(
-                f"{type(model).__name__} gets past_key_values that contain keys (prefix tuning, or a text trained in "
-                f"segments): replay cannot preserve a cache, and training without it would give other results; train "
-                f"without adacc_hf, or without the cache (prompt tuning and LoRA need none)"
-            )
-        if trains:
-            models.add(model)
-
-
 class Installation:
     """Functions around the blocks of a model, installed until `remove`, and again if other code switches checkpointing
     off and on.
@@ -227,7 +225,7 @@ class Installation:
         """Each call of a block in a step, by name."""
         self._num_calls_before = dict.fromkeys(self.blocks, 0)
         self._undo: list[tuple[nn.Module, str, Any]] = []
-        self._undo_hooks: list[Callable[[], None]] = [gather_together(block, self._set) for _, block in blocks]
+        self._restore_hooks = [gather_together(block, self._set) for _, block in blocks]
         for name, block in blocks:
             for layer in checkpointed_layers(block):
                 self._set(layer, FLAG, False)
@@ -235,9 +233,6 @@ class Installation:
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 self._set(module, SETTER, Reinstaller(self, getattr(module, SETTER)))
-                if not any(map(only_reads_cache, module.modules())):
-                    hook = module.register_forward_pre_hook(ModelHook(_refuse_keys), with_kwargs=True)
-                    self._undo_hooks.append(hook.remove)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -254,8 +249,8 @@ class Installation:
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = original
-        for undo in self._undo_hooks:
-            undo()
+        for restore in self._restore_hooks:
+            restore()
         for function in self.blocks.values():
             function.is_installed = False
 

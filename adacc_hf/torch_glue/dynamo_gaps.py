@@ -124,7 +124,9 @@ def dict_order_patches(properties: list[str]) -> list[Patch]:
         variable = getattr(variable, "dv_dict", variable)  # the dict of a view
         name = "" if variable.source is None else name_of(variable.source)
         if isinstance(variable, dicts.ConstDictVariable) and name not in ("", "L['kwargs']"):
-            properties.append(f"hash(tuple({name}))")
+            # The identifiers of a module's hooks differ between blocks, in equal orders.
+            keys = f"map(sorted({name}).index, {name})" if name.endswith("_hooks") else name
+            properties.append(f"hash(tuple({keys}))")
 
     def note_method(variable: Any, tx: Any, name: str, args: Any, *_: Any) -> None:
         for each in (variable, *args) if name in _ITERATING_METHODS else ():

@@ -70,7 +70,7 @@ def settings_of(capfd, *options: str) -> dict:
         ((), {}),
         (("--memory-budget", "20GiB"), {"memory_budget": "20GiB"}),
         (("--memory-budget", "0.5"), {"memory_budget": 0.5}),
-        (("--memory-budget=30000000",), {"memory_budget": 30000000}),
+        (("--memory-budget=30000000",), {"memory_budget": "30000000"}),
         (("--exact",), {"exact": True}),
     ],
 )
