@@ -222,6 +222,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             # A run that resumed from a checkpoint may have a policy without a profile.
             if args.report and callbacks[0].profile is not None:
                 callbacks[0].report().save(training.output_dir)
+                parts.append(f"report in {training.output_dir}/report.html")
         print(f"{', '.join(parts)}; saved in {training.output_dir}")
     return metrics
 
