@@ -277,4 +277,25 @@ case("spectral norm", "pytorch/pytorch#62293", lambda block: spectral_norm(block
 case("shared block", "pytorch/pytorch#81296", prepare=share_block)(drop)
 
 
+class RandomMask(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mask = torch.rand_like(x) < 0.8
+        return x * ctx.mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.mask
+
+
+@case("custom Function", "pytorch/pytorch#102600")
+def mask_by_function(block: Any, x: Tensor) -> Tensor:
+    return x + block.down(RandomMask.apply(block.hidden(x)))
+
+
 case("accumulation", "pytorch/pytorch#190717", prepare=lambda model: setattr(model, "sizes", ((8, 16), (5, 12))))(drop)
+
+
+@case("stochastic depth", "cybertronai/gradient-checkpointing#35")
+def skip(block: Any, x: Tensor) -> Tensor:
+    return x if torch.rand(()) < 0.3 else x + block.down(block.hidden(x)) / 0.7
