@@ -77,7 +77,7 @@ class BatchedSteps:
 
 
 def _refuse_unsupported(trainer: Trainer) -> None:
-    """Raise ValueError for a Trainer whose ranks share samples, or that trains compiled, or with DeepSpeed."""
+    """Raise ValueError if ranks share samples (tensor parallelism), and under torch.compile or DeepSpeed."""
     args, parallelism = trainer.args, parallelism_of(trainer)
     loader = trainer.callback_handler.train_dataloader
     is_shared = parallelism is not None and (parallelism.tp_enabled or parallelism.cp_enabled or parallelism.sp_enabled)

@@ -56,7 +56,7 @@ def refuse_second_callback(callback: TrainerCallback, trainer: Trainer) -> None:
 
 
 def is_compiled(trainer: Trainer) -> bool:
-    """Return True if the run uses torch.compile. Raises ValueError for a backend without partitioner: not Inductor."""
+    """Return True if the run uses torch.compile. Raises ValueError for any backend other than Inductor."""
     backend = compiler_of(trainer) or (trainer.args.torch_compile_backend if trainer.args.torch_compile else None)
     if backend is None:
         return False

@@ -5,6 +5,8 @@ second half. Program p therefore encodes T groups of each half: groups [p * T, (
 corresponding groups of the second half.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,6 @@ from adacc_hf.kernels._triton import (
     stored_peak,
     widened,
 )
-from adacc_hf.kernels.outlier_int4 import Outliers
 
 SUM_ROWS = 64  # rows per program of the sums: 32 KiB of float32, enough programs for any GPU from 2 MiB up
 SUM_COLUMNS = 128
@@ -241,8 +242,8 @@ def _sums_kernel(
     tl.store(partial_ptr + tl.program_id(0) * columns + column, sums, mask=column < columns)
 
 
-def encode(x_RC: Tensor, outliers: Outliers | None, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
-    """Encode a contiguous matrix on a GPU, as `outlier_int4.encode_ref` does."""
+def encode(x_RC: Tensor, outliers: Any, codes: Tensor, peaks: Tensor, *raw: Tensor) -> None:
+    """Encode a contiguous matrix on a GPU, as OutlierInt4.encode_traceable does. `outliers` are `Outliers` or None."""
     keep, indices = (None, None) if outliers is None else (outliers.keep, outliers.indices)
     rows, group_size = codes.shape
     larger = 2 if raw else 1  # finding a tile's outliers takes the same number of instructions for a larger tile

@@ -242,7 +242,7 @@ class Corrections:
             self.changed("outlier channels or errors changed")
 
     def add_missing(self, excess: Mapping[str, int], elements: int, reason: str) -> None:
-        """Count the bytes by which a step with a batch of `elements` exceeded its prediction, by part of the step."""
+        """Add the bytes by which a step, whose batch had `elements`, exceeded its prediction, by part of the step."""
         ratio = self._ratio(elements)
         before = {moment: int(nbytes * ratio) for moment, nbytes in self.missing_bytes.items()}
         self.missing_bytes = {m: before.get(m, 0) + excess.get(m, 0) for m in {**before, **excess}}

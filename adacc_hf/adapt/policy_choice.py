@@ -122,10 +122,8 @@ class PolicyChoice:
         self._has_shapes = False
 
     def read(self, inputs: Any) -> None:
-        """Apply the policy for a micro-batch with the tensors of the mapping `inputs`, unless its sizes are known.
-
-        In reinforcement learning, the tensors are sampled within the step, so `inputs` may be None at first.
-        """
+        """Read the sizes of a micro-batch from the mapping `inputs`, once, and apply the policy for them. `inputs` may
+        be None at first: in reinforcement learning, the tensors are sampled within the step."""
         if self._has_shapes or not isinstance(inputs, Mapping):
             return
         self._has_shapes = True
@@ -323,8 +321,8 @@ class PolicyChoice:
                 )
 
     def most_diverged(self) -> bool:
-        """Return True if, in most micro-batches since the last call of this method, most block calls ran under torch's
-        checkpoint, or operators that were not profiled, instead of their plans."""
+        """Return True if, in most micro-batches since the last call of this method, most block calls did not follow
+        their plans: they ran under torch's checkpoint, or with operators that were not profiled."""
         is_majority = 2 * self._num_diverged > self._num_batches
         self._num_batches = self._num_diverged = 0
         return is_majority

@@ -320,7 +320,7 @@ class AdaptivePhase(FixedPolicyPhase):
         return True
 
     def _end_recording(self) -> None:
-        """Add a policy for the sizes of the recorded micro-batch. Warn if it trains fewer blocks than the others."""
+        """Add a policy for the sizes of the recorded micro-batch. Warn if this micro-batch trained fewer blocks."""
         run, choice = self._run, self.choice
         self._is_due = False
         profile = self._profiler.take(run.model, run.optimizer, is_largest=True)

@@ -91,9 +91,9 @@ class Tracking:
         self.num_tracked += self.is_on
 
     def _sample_names(self, record: SizePolicy) -> list[str]:
-        """Return the names of the blocks whose gradients are compared: after a suspicion, the block of each lossy kind
-        that was degraded last, or its first one; else one lossy block in turn, or none if the budget has no room. A
-        comparison runs the block twice, and once more for each compressed activation of a degraded gradient."""
+        """Return the names of the blocks whose gradients are compared with exact ones. If a codec is suspected, this is
+        one block of each kind with lossy codecs: the block that was degraded last, or else the first. Otherwise it is
+        one lossy block, another in each tracking step, or none if the budget has no room for the comparison."""
         names = lossy_blocks(record.policy)
         if self.suspicion is not None:
             in_order = sorted(names, key=lambda name: name not in self._degraded)

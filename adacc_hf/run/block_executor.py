@@ -85,7 +85,7 @@ class BlockExecutor:
         return self._run_as(key, block, fn, args, kwargs)
 
     def _run_untraced(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a call that Dynamo cannot trace, so that nothing tells which operators it runs."""
+        """Run a call that Dynamo cannot trace, whose operators are therefore unknown."""
         reason = self.known_shapes.paths.untraced or ""
         self.tape_cache.warn_not_replayed(self.name, self.plan.kind, reason)
         self.tape_cache.fallbacks.add(self.entries.fallback_of(reason), self.name)
@@ -270,7 +270,7 @@ class BlockExecutor:
 
 
 def _precision(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return (True under autocast, dtype) for the first tensor of `args`: a mask may come and go."""
+    """Return (True under autocast, dtype of the first tensor in `args`). Some calls may lack the others, as masks."""
     first = next((argument for argument in args if isinstance(argument, torch.Tensor)), None)
     return () if first is None else (torch.is_autocast_enabled(first.device.type), first.dtype)
 

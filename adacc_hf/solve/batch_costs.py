@@ -85,7 +85,7 @@ class BatchCosts:
         return int(min(point.plain_peak, max(point.least_peak, self.budget_bytes)))
 
     def fits_alone(self, sample: Shapes) -> bool:
-        """Return True if a policy fits a batch of one sample: of its own size, and not of its size class."""
+        """Return True if a policy fits a batch of one sample, of its own size rather than of its size class."""
         return self.least_peak(sample) <= self.budget_bytes
 
     def least_peak(self, sample: Shapes) -> int:

@@ -79,7 +79,7 @@ class _RecorderMark:
         self.num_slots, self.num_reads = len(recorder.slots), len(recorder.reads)
 
     def roll_back(self, recorder: FunctionRecorder) -> None:
-        """Remove the values, operators, saved tensors and reads that were recorded since."""
+        """Remove the values, operators, saved tensors and reads that were recorded since this state was copied."""
         vars(recorder).update(self.state)
         for value, overwritten in zip(recorder.values, self.overwritten, strict=True):
             value.overwritten = overwritten

@@ -276,7 +276,7 @@ class _UnguardedInputs:
         """(class, name) of each attribute that the traced code looked up on a class."""
 
     def filter_guards(self, guards: Sequence[Any]) -> list[bool]:
-        """Return True for each guard that must be checked. Add values that guards compare inexactly to `properties`."""
+        """Return for each guard if it must be checked. Add to `properties` the values that guards compare inexactly."""
         for guard in guards:
             if ".environ" in guard.name:
                 self.properties.append(_ENVIRONMENT)

@@ -82,7 +82,7 @@ _GROUP_OF_FSDP2 = private_name("FSDPState", "_fsdp_param_group")
 
 
 def whole_gradients(module: Any) -> list[Tensor]:
-    """Return the whole gradients that an FSDP2 module holds until ranks exchange them. Submodules hold their own."""
+    """Return the unsharded gradients that an FSDP2 module, without its submodules, holds until ranks exchange them."""
     state = _STATE_OF_FSDP2(module)()
     # Older releases of torch have one group at most.
     groups = filter(None, getattr(state, _GROUPS_OF_FSDP2, None) or [getattr(state, _GROUP_OF_FSDP2)])
