@@ -104,16 +104,19 @@ def run(arguments: argparse.Namespace) -> int:
         check_model(arguments.model)
         trial = Trial.of(arguments, config)
         train, subject = trial.train, trial.title
-    reference = train(methods[0])
+    outcomes = [train(methods[0])]
+    if outcomes[0].failure is not None and not command:  # it may not fit the device
+        outcomes.append(train(CHECKPOINTING))
+    reference = outcomes[-1]
     if reference.failure is not None:
-        raise AdaccError(f"{reference.method} fails, so nothing can be compared with it: {reference.failure}")
-    outcomes = [reference, *map(train, methods[1:])]
+        raise AdaccError(f"{methods[0]} fails, so nothing can be compared with it: {outcomes[0].failure}")
+    outcomes += map(train, methods[len(outcomes) :])
     # With kernels that are not deterministic, two runs without a policy differ too.
     differs = outcomes[-1].failure is None and outcomes[-1].difference_from(reference) is not None
-    is_noisy = differs and train(methods[0]).difference_from(reference) is not None
+    is_noisy = differs and train(reference.method).difference_from(reference) is not None
     lines, columns = [f"{subject}; {config.describe_changes()}", ""], terminal_columns()
     policy = outcomes[-1].policy
-    lines += [*_table(outcomes, columns), *([] if policy is None else [f"policy: {policy.summary()}", ""])]
+    lines += [*_table(outcomes, reference, columns), *([] if policy is None else [f"policy: {policy.summary()}", ""])]
     print(fit_lines("\n".join(lines), columns))
     verdict, status = _verdict(reference, outcomes[-1], config.exact, is_noisy)
     if outcomes[-1].num_fallbacks:
@@ -314,19 +317,18 @@ def _run_command(command: Sequence[str], num_steps: int, config: AdaccConfig, me
     return outcome
 
 
-def _table(outcomes: Sequence[Outcome], columns: int) -> list[str]:
+def _table(outcomes: Sequence[Outcome], reference: Outcome, columns: int) -> list[str]:
     rows = [("method", "step's peak", "share", "step", "first step", "result")]
-    plain = outcomes[0]
     for outcome in outcomes:
         if outcome.failure is not None:
             rows.append((outcome.method, "", "", "", "", "fails"))
             continue
-        difference = outcome.difference_from(plain)
-        result = "reference" if outcome is plain else "bit-equal" if difference is None else "differs"
+        difference = outcome.difference_from(reference)
+        result = "reference" if outcome is reference else "bit-equal" if difference is None else "differs"
         later_ms = statistics.median(outcome.step_ms[1:] or outcome.step_ms)
         peak, share = "not measured", ""
-        if outcome.peak_bytes and plain.peak_bytes:
-            peak, share = format_bytes(outcome.peak_bytes), f"{outcome.peak_bytes / plain.peak_bytes:.0%}"
+        if outcome.peak_bytes and reference.peak_bytes:
+            peak, share = format_bytes(outcome.peak_bytes), f"{outcome.peak_bytes / reference.peak_bytes:.0%}"
         times = (f"{later_ms:.0f} ms", f"{outcome.step_ms[0]:.0f} ms")
         rows.append((outcome.method, peak, share, *times, result))
     failures = [f"{outcome.method} fails: {outcome.failure}" for outcome in outcomes if outcome.failure is not None]

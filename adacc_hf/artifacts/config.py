@@ -9,12 +9,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from adacc_hf.artifacts.budget_values import (
-    HOST_SHARE,
-    check_host_memory,
-    check_memory_budget,
-    read_fraction,
-)
+from adacc_hf.artifacts.budget_values import HOST_SHARE, check_host_memory, check_memory_budget, read_fraction
 from adacc_hf.artifacts.policy import HEADS, Action
 from adacc_hf.artifacts.setting_checks import check_flag, check_integer, check_range, describe_value
 from adacc_hf.artifacts.tiles import TILE, most_tiles

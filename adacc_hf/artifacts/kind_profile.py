@@ -8,12 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from adacc_hf.artifacts.call_names import numbered_names
-from adacc_hf.artifacts.exact_recompute_rules import (
-    DEGRADED_ERROR,
-    is_statistic,
-    source_activations,
-    walk_back,
-)
+from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR, is_statistic, source_activations, walk_back
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.policy import BlockAction, Choice, Place
 from adacc_hf.artifacts.tiles import RowTiles, Tiling

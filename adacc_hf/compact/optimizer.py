@@ -14,15 +14,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 from transformers.trainer_utils import check_target_module_exists
 
-from adacc_hf.compact.layer import (
-    CLASSES,
-    CompactLayer,
-    InputGroup,
-    Plain,
-    derive_seed,
-    make_compact,
-    make_plain,
-)
+from adacc_hf.compact.layer import CLASSES, CompactLayer, InputGroup, Plain, derive_seed, make_compact, make_plain
 from adacc_hf.run.block_search import find_blocks
 from adacc_hf.torch_glue.compat import class_name
 from adacc_hf.torch_glue.zero3 import is_partitioned

@@ -7,14 +7,7 @@ from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.exact_recompute_rules import walk_back
 from adacc_hf.artifacts.kind_profile import CodecOption, KindProfile, Value
 from adacc_hf.artifacts.plans import checkpoint_plan, plain_plan
-from adacc_hf.artifacts.policy import (
-    IDLE_KIND,
-    Action,
-    BlockAction,
-    Choice,
-    Plan,
-    Policy,
-)
+from adacc_hf.artifacts.policy import IDLE_KIND, Action, BlockAction, Choice, Plan, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.tables import describe_names
 from adacc_hf.artifacts.tiles import tile_rows

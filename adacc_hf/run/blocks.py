@@ -25,20 +25,8 @@ from adacc_hf.artifacts.errors import (
     PolicyMismatchError,
 )
 from adacc_hf.run.block_search import checkpointed_layers, find_blocks, refuse_adapters, refuse_wrappers
-from adacc_hf.torch_glue.compat import (
-    FLAG,
-    SETTER,
-    Cache,
-    PreTrainedModel,
-    layerdrop_rates,
-    only_reads_cache,
-)
-from adacc_hf.torch_glue.private import (
-    eval_frame_callback,
-    outer_hooks,
-    transform_level,
-    unwritten_originals,
-)
+from adacc_hf.torch_glue.compat import FLAG, SETTER, Cache, PreTrainedModel, layerdrop_rates, only_reads_cache
+from adacc_hf.torch_glue.private import eval_frame_callback, outer_hooks, transform_level, unwritten_originals
 from adacc_hf.torch_glue.second_run import checkpoint_call
 from adacc_hf.torch_glue.zero3 import gather_together, gathers_inside
 

@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING
 
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.plans import checkpoint_plan, plain_plan
-from adacc_hf.artifacts.policy import (
-    RECOMPUTE,
-    RETAIN,
-    Action,
-    BlockAction,
-    Choice,
-    Plan,
-)
+from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, BlockAction, Choice, Plan
 from adacc_hf.kernels._host_payloads import encoding_of
 from adacc_hf.solve.linear_program import LinearProgram
 

@@ -44,12 +44,7 @@ from adacc_hf.tape.inputs import Args, Kwargs, argument_layout, block_layout
 from adacc_hf.tape.tape import Tape
 from adacc_hf.torch_glue.compat import observing_hooks
 from adacc_hf.torch_glue.dynamo import GUARDS_PARAMETERS, NotTraceableError, Scope, TracedGuards, trace
-from adacc_hf.torch_glue.private import (
-    GLOBAL_HOOKS,
-    GLOBAL_PRE_HOOKS,
-    attention_priority,
-    storage_key,
-)
+from adacc_hf.torch_glue.private import GLOBAL_HOOKS, GLOBAL_PRE_HOOKS, attention_priority, storage_key
 from adacc_hf.torch_glue.tensors import storage_of
 
 MAX_PATHS = 64

@@ -16,15 +16,7 @@ import torch
 from torch import nn
 
 from adacc_hf.tape.tape import Source, geometry_of, has_storage
-from adacc_hf.torch_glue.private import (
-    BUFFERS,
-    MODULES,
-    PARAMETERS,
-    buffers_of,
-    modules_of,
-    parameters_of,
-    storage_key,
-)
+from adacc_hf.torch_glue.private import BUFFERS, MODULES, PARAMETERS, buffers_of, modules_of, parameters_of, storage_key
 from adacc_hf.torch_glue.tensors import PLAIN, local_of, runs_on_parts, storage_of
 from adacc_hf.torch_glue.zero3 import without_zero3
 

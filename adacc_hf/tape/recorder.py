@@ -39,13 +39,7 @@ from adacc_hf.tape.tape import (
     short_name,
     tensor_refs,
 )
-from adacc_hf.torch_glue.compat import (
-    Cache,
-    attention_of,
-    cast_source,
-    class_name,
-    only_reads_cache,
-)
+from adacc_hf.torch_glue.compat import Cache, attention_of, cast_source, class_name, only_reads_cache
 from adacc_hf.torch_glue.private import (
     COMPILED_MODULE,
     TO_COPY,

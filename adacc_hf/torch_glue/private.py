@@ -29,10 +29,7 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 

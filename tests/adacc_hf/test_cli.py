@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 
 from adacc_hf import __version__
-from adacc_hf.artifacts.files import (
-    COMPILED_FILE,
-    HISTORY_FILE,
-    POLICY_FILE,
-    PROFILE_FILE,
-    write_json,
-)
+from adacc_hf.artifacts.files import COMPILED_FILE, HISTORY_FILE, POLICY_FILE, PROFILE_FILE, write_json
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.cli import main
 from adacc_hf.kernels.codecs import list_codecs

@@ -12,6 +12,7 @@ from adacc_hf.cli import main
 from adacc_hf.run import call
 from adacc_hf.tape.replay import PreparedOperator
 from adacc_hf.torch_glue import compat, fingerprints
+from adacc_hf.verify import Outcome, Trial
 
 LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA |= {"intermediate_size": 48, "vocab_size": 61, "max_position_embeddings": 64, "attention_dropout": 0.1}
@@ -79,6 +80,15 @@ def test_a_broken_replay_is_named_by_step_and_tensor(one_thread, tmp_path, monke
     assert last.startswith("Not bit-equal. First difference in step 3: gradient of transformer.h.1.")
     assert "largest difference" in last
     assert "This is a fault of adacc_hf: please report it with this output." in last
+
+
+def test_plain_training_that_does_not_fit_is_replaced_by_checkpointing(one_thread, tmp_path, monkeypatch, capsys):
+    train, too_large = Trial.train, Outcome("plain", failure="OutOfMemoryError: no memory")
+    monkeypatch.setattr(Trial, "train", lambda *args: too_large if args[1] == "plain" else train(*args))
+    assert verify("gpt2", tmp_path, "--exact") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "plain fails: OutOfMemoryError: no memory" in out
+    assert "equal those of gradient checkpointing." in out
 
 
 def test_an_approximate_policy_is_not_bit_equal(one_thread, tmp_path, monkeypatch, capsys):

@@ -6,14 +6,7 @@ import pytest
 import torch
 from transformers import BloomConfig, GPT2Config
 
-from adacc_hf.estimate.presets import (
-    PRESETS,
-    check_model,
-    checked_seq_len,
-    context_length,
-    fresh_model,
-    load_config,
-)
+from adacc_hf.estimate.presets import PRESETS, check_model, checked_seq_len, context_length, fresh_model, load_config
 
 
 @pytest.mark.parametrize(

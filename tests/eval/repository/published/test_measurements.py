@@ -6,14 +6,7 @@ import pytest
 
 from adacc_hf.estimate.devices import NAMES
 from adacc_hf.estimate.static_memory import OPTIMIZERS, PRECISIONS
-from adacc_hf.eval.repository.published.measurements import (
-    UNITS,
-    held_out,
-    held_out_pairs,
-    pairs,
-    remains,
-    rows,
-)
+from adacc_hf.eval.repository.published.measurements import UNITS, held_out, held_out_pairs, pairs, remains, rows
 from adacc_hf.eval.repository.published.prediction import MODES, OLDER, request_of
 
 
