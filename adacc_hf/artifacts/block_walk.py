@@ -79,6 +79,7 @@ class BlockWalk:
     - For an autograd Function written in Python, a tensor that a replay reads is copied, because the Function's
       backward may write into the tensor. No copy is made if no other reference remains after the unpack. The copy is
       freed when autograd releases the slot.
+    - A recomputed value that repeats an earlier activation reads the earlier activation.
     - A replayed operator that draws random numbers restores a generator's state that forward stored.
 
     Other references keep the block inputs in `held_inputs` alive until the end of the block's backward. If the plan
@@ -88,6 +89,12 @@ class BlockWalk:
     def __init__(self, kind: KindProfile, plan: Plan, held_inputs: Collection[int] = ()) -> None:
         self.held_inputs = frozenset(held_inputs)
         self.choices = dict(plan.choices)
+        self._twins: frozenset[int] = frozenset()
+        """Earlier activations that backward reads in place of later values with the same bits."""
+        if any(choice.action is Action.RECOMPUTE for choice in self.choices.values()):
+            twins = {v: twin for v, twin in kind.equal.items() if v not in self.choices or not self._is_stored(v)}
+            kind = kind.with_merged_values(twins)
+            self._twins = frozenset(twins.values())
         self.kind = kind
         # All values that the plan stores. Block inputs and generator's states that nothing needs are dropped below.
         self.roots = {
@@ -315,7 +322,7 @@ class BlockWalk:
         if not self.kind.copied_slots:
             return frozenset()
         replayed = set().union(*(operators for _, operators in self.closures.values()))
-        read = set().union(*(self.kind.operators[index].inputs for index in replayed))
+        read = self._twins.union(*(self.kind.operators[index].inputs for index in replayed))
         copying_events = []
         for ordinal, number in enumerate(self.unpacks):
             slot = self.events[number].unpacked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -74,6 +74,8 @@ class Value:
     """True if the value stays alive without the saved tensors of this block: a value that is `cached`, or an output
     that another block or the rest of the model holds."""
     codecs: tuple[CodecOption, ...] = ()
+    equal_to: int | None = None
+    """Index of an earlier activation with the same bits, which backward reads instead of recomputing, or None."""
     replay_error: float = 0.0
     """Largest relative error in an operator's gradient if the value is recomputed from lossily stored activations."""
     taken_after: int = 0
@@ -246,6 +248,11 @@ class KindProfile:
         return numbered_names(value.name for value in self.values)
 
     @cached_property
+    def equal(self) -> dict[int, int]:
+        """Map from duplicate values to earlier activations with the same bits, by value index."""
+        return {value.index: value.equal_to for value in self.values if value.equal_to is not None}
+
+    @cached_property
     def exactness_dependents(self) -> dict[int, frozenset[int]]:
         """Map from each saved activation that may be recomputed only from exact values to these: the rows of a
         statistic, or all upstream activations if the replay error is too large (`exact_recompute_rules.py`)."""
@@ -298,3 +305,21 @@ class KindProfile:
     def exactness_dependents_of(self, lossy: Collection[int]) -> frozenset[int]:
         """Return the saved activations that must not be recomputed if the values in `lossy` are stored lossily."""
         return frozenset(value for value, others in self.exactness_dependents.items() if not others.isdisjoint(lossy))
+
+    def with_merged_values(self, equal: Mapping[int, int]) -> KindProfile:
+        """Return a copy in which operators and slots refer to the value `equal[v]` wherever they referred to `v`."""
+        if not equal:
+            return self
+        operators = (
+            operator
+            if equal.keys().isdisjoint(operator.inputs)
+            else replace(operator, inputs=tuple(dict.fromkeys(equal.get(v, v) for v in operator.inputs)))
+            for operator in self.operators
+        )
+        replaced = {v: replace(self.values[v], saved=False, activation=False, equal_to=None) for v in equal}
+        return replace(
+            self,
+            values=tuple(replaced.get(value.index, value) for value in self.values),
+            operators=tuple(operators),
+            slots=tuple(equal.get(value, value) for value in self.slots),
+        )

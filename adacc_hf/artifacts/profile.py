@@ -20,7 +20,7 @@ from adacc_hf.artifacts.size_model import Shapes, SizeModel, sizes_of
 from adacc_hf.artifacts.tables import profile_tables
 from adacc_hf.artifacts.units import format_bytes
 
-FORMAT_VERSION = 13
+FORMAT_VERSION = 12
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,10 @@ def profile_structure(profile: Profile) -> Any:
     """
     kinds = [
         (
-            [(v.name, v.dtype, len(v.shape), v.producer, v.saved, v.activation, v.shared) for v in kind.values],
+            [
+                (v.name, v.dtype, len(v.shape), v.producer, v.saved, v.activation, v.shared, v.equal_to)
+                for v in kind.values
+            ],
             [(op.name, op.inputs, op.outputs) for op in kind.operators],
             kind.slots,
             [(event.value, event.death, event.tiled) for event in kind.forward],

@@ -76,7 +76,7 @@ def graph_model(
     # Values that live across a boundary are never recomputed. If they are needed, they are stored.
     values = tuple(replace(v, recomputable=v.recomputable and v.index not in segments.boundary) for v in kind.values)
     cut = replace(kind, values=values)
-    model = KindModel(kind=cut, menus=menus, runnable=runnable)
+    model = KindModel(profiled_kind=cut, kind=cut, menus=menus, runnable=runnable)
     return GraphModel(model, segments, tuple(live_bytes), precise)
 
 

@@ -100,6 +100,7 @@ class KindProfileBuilder:
             recomputable=index in self.recomputable,
             role=role_of(tape, index),
             codecs=with_outliers(codecs, tape, index, num_outliers) if codecs else (),
+            equal_to=self._equal_to(index),
             replay_error=max(block.errors.replay.get(index, 0.0) for block in self.group),
             taken_after=record.source.path[0] if record.source and tape.is_generator_state(index) else 0,
             too_coarse=tuple(too_coarse.items()),
@@ -123,6 +124,14 @@ class KindProfileBuilder:
         size = record.ref.geometry[0]
         keeps_order = encode_view(self.tape, index).geometry[0] == size
         return record.source.path if keeps_order and len(record.source.path) == 1 else ()
+
+    def _equal_to(self, index: int) -> int | None:
+        """Return the earlier activation with equal bits that replay reads (as `ExecutionPlan`), or None."""
+        equal_value = self.tape.equal.get(index)
+        may_be_left_out = index in self.recomputable and (
+            index in self.optional or index not in self.tape.saved_values()
+        )
+        return equal_value if may_be_left_out and equal_value in self.activations else None
 
     def _operator(self, index: int) -> Operator:
         operator = self.tape.operators[index]

@@ -211,14 +211,17 @@ def _replay_price(kind: KindProfile, choices: dict[int, Choice], value: Value) -
         source = kind.values[index]
         if source is not value and _is_stored_value(source, choices):
             return None
+        if source.equal_to is not None:
+            return (source.equal_to,)
         return () if source.producer is None else kind.operators[source.producer].inputs
 
     _, visited = walk_back([value.index], reads)
-    recomputed = [kind.values[index] for index in visited]
+    recomputed = [kind.values[index] for index in visited if kind.values[index].equal_to is None]
     if any(v.producer is None or not v.recomputable or not kind.operators[v.producer].replayable for v in recomputed):
         return "recompute: not possible"
     ms = sum(kind.operators[index].ms for index in {v.producer for v in recomputed if v.producer is not None})
-    return f"recompute: {ms:.2f} ms for {format_bytes(value.nbytes)}"
+    source = "" if value.equal_to is None else f", taken from {kind.names[value.equal_to]}"
+    return f"recompute: {ms:.2f} ms for {format_bytes(value.nbytes)}{source}"
 
 
 def _is_stored_value(value: Value, choices: dict[int, Choice]) -> bool:

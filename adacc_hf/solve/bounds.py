@@ -95,5 +95,7 @@ def _unpacked_bytes(kind: KindProfile) -> Iterator[int]:
             slots.pop(event.slot, None)
         elif value >= 0 and kind.values[value].shared is None:
             slots[event.slot] = value
-        live = sum(kind.values[value].nbytes for value in {*slots.values()})
+        # Equal values may share one storage.
+        distinct = {kind.equal.get(value, value) for value in slots.values()}
+        live = sum(kind.values[value].nbytes for value in distinct)
         yield live + (event.extra_bytes if event.release else max(event.entry_bytes, event.extra_bytes))

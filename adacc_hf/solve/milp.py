@@ -43,7 +43,10 @@ class StoredForm:
 class KindModel:
     """Input of the integer program for one kind of block: the allowed actions on activations, with costs."""
 
+    profiled_kind: KindProfile
+    """Kind of block as profiled, before merging values with equal bits."""
     kind: KindProfile
+    """Kind of block after merging values with equal bits. Equal to `profiled_kind` if recomputation is not allowed."""
     menus: Mapping[int, tuple[StoredForm, ...]]
     """Forms in which each activation can be stored, RETAIN first, by value index. The mapping is empty if torch's
     checkpoint must run the block."""
@@ -89,6 +92,9 @@ class PricedPlan:
 
 def build_block_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
     """Build the solver's model of a kind of block: the actions that `config` allows on the activations, with costs."""
+    profiled_kind = kind
+    if Action.RECOMPUTE in config.parsed_actions:
+        kind = profiled_kind.with_merged_values(profiled_kind.equal)
     may_be_plain = BlockAction.PLAIN in kind.block_actions
     menus = {
         value.index: (StoredForm(RETAIN, value.nbytes, 0.0), *_codec_forms(kind, value, config)) if may_be_plain else ()
@@ -103,8 +109,8 @@ def build_block_model(kind: KindProfile, config: AdaccConfig) -> KindModel:
                 for v in inputs
             ):
                 runnable.add(operator.index)
-    checkpoints = tuple(_checkpoint_plans(kind, config))
-    return KindModel(kind, menus, frozenset(runnable), checkpoints)
+    checkpoints = tuple(_checkpoint_plans(profiled_kind, config))
+    return KindModel(profiled_kind, kind, menus, frozenset(runnable), checkpoints)
 
 
 MAX_CODED_INPUTS = 3
@@ -168,15 +174,15 @@ def _is_always_readable(value: Value) -> bool:
 def plan_with(model: KindModel, choices: Mapping[int, Choice]) -> PricedPlan:
     """Return the plan with `choices`.
 
-    Activations that must not be recomputed from a lossily stored value are retained. If torch's checkpoint must run the
-    block, `choices` are ignored.
+    Activations with the same bits as an earlier activation are recomputed. Activations that must not be recomputed from
+    a lossily stored value are retained. If torch's checkpoint must run the block, `choices` are ignored.
     """
-    kind = model.kind
+    kind = model.profiled_kind
     if BlockAction.PLAIN not in kind.block_actions:
         return model.checkpoints[0]
-    choices = {v.index: choices[v.index] for v in kind.activations}
+    choices = {v.index: choices[v.index] if v.index in model.menus else RECOMPUTE for v in kind.activations}
     lossy = [v for v, menu in model.menus.items() if any(s.choice == choices[v] and not s.is_lossless for s in menu)]
-    choices |= {value: RETAIN for value in kind.exactness_dependents_of(lossy) if choices[value] == RECOMPUTE}
+    choices |= {value: RETAIN for value in model.kind.exactness_dependents_of(lossy) if choices[value] == RECOMPUTE}
     return PricedPlan.of(kind, Plan(kind=kind.digest, choices=tuple(choices.items()), tiling=kind.tiling))
 
 
@@ -217,7 +223,7 @@ class BlockVariables:
                 if lossy:
                     program.constrain([*self._stored(value), *lossy], low=0.0)
         # [Host] the payloads in host memory are within the block's limit. Half a byte absorbs rounding errors.
-        link = self.model.kind.host_link
+        link = self.model.profiled_kind.host_link
         if link is not None and (limit := link.limit_bytes) is not None:
             terms = [(x, self.model.menus[v][o].host_bytes / (limit + 1)) for (v, o), x in self.store.items()]
             terms = [(x, share) for x, share in terms if share]
@@ -268,7 +274,10 @@ class BlockVariables:
 
 
 def retain_all(model: KindModel) -> PricedPlan:
-    """Return the plan that retains all activations, or runs the block under torch's checkpoint if it must."""
-    if BlockAction.PLAIN not in model.kind.block_actions:
+    """Return the plan that retains all activations, including duplicates of other values.
+
+    If the kind does not allow the action PLAIN, return the kind's plan under torch's checkpoint.
+    """
+    if BlockAction.PLAIN not in model.profiled_kind.block_actions:
         return model.checkpoints[0]
-    return PricedPlan.of(model.kind, plain_plan(model.kind))
+    return PricedPlan.of(model.profiled_kind, plain_plan(model.profiled_kind))

@@ -19,6 +19,7 @@ from adacc_hf.artifacts.policy import RECOMPUTE, RETAIN, Action, Choice
 from adacc_hf.kernels.codecs import MASK, Codec, codecs_suiting, get_codec, list_codecs
 from adacc_hf.tape.inputs import PLACES, find_external
 from adacc_hf.tape.replay import Environment, ReplayProgram, StorageMap, closure, schedule, single_program
+from adacc_hf.tape.replay_check import merge_equal_values
 from adacc_hf.tape.tape import Source, Tape, TensorRef, geometry_of
 from adacc_hf.torch_glue.private import storage_key
 from adacc_hf.torch_glue.tensors import PLAIN, local_of
@@ -39,7 +40,8 @@ class Slot:
     is_partitioned: bool
     """True if the saved tensor is a parameter that ZeRO 3 divides among ranks, or a view of one."""
     is_read_by_replay: bool
-    """True if replay reads the value. A backward function that may write into the value then gets a copy."""
+    """True if replay reads the value, or if saved tensors of other values with the same bits use it. A backward
+    function that may write into the value then gets a copy."""
     state_after: tuple[int, torch.device] | None = None
     """(value, device) of the generator's state that the call captures after packing this saved tensor, or None."""
     position: dict[int, int] = field(init=False)
@@ -60,7 +62,9 @@ class ExecutionPlan:
     """A plan prepared to run on one tape, shared by all calls and blocks whose tapes have equal digests.
 
     `choices` contains one choice (retain, compress or recompute) for each activation. `shared` are inputs that code
-    outside the block keeps alive. `is_partitioned` is True if ZeRO 3 divides the model's parameters among ranks.
+    outside the block keeps alive. `is_partitioned` is True if ZeRO 3 divides the model's parameters among ranks. If the
+    plan does not store a value that has the same contents as a stored value (`Tape.equal`), backward reads the stored
+    value in its place.
     """
 
     def __init__(
@@ -73,9 +77,13 @@ class ExecutionPlan:
         self.device_type = next((value.device.type for value in tape.values), "cpu")
         self.is_plain = all(choice.action is Action.RETAIN for choice in choices.values())
         self.store = _storage_map(tape, choices, frozenset(shared))
-        in_cells = {value for value, choice in choices.items() if choice.action is not Action.RETAIN}
-        saved_values = [value for value in tape.saved_values() if value in in_cells]
-        closures = {value: closure(tape, value, self.store.__contains__) for value in saved_values}
+        equal = _equal_values_used(tape, choices)
+        self._merged_tape = merge_equal_values(tape, equal) if equal else tape
+        """Copy of the tape that refers to a stored value in place of each value of equal contents that the plan does
+        not store."""
+        in_cells = {*equal.values(), *(v for v, choice in choices.items() if choice.action is not Action.RETAIN)}
+        saved_values = [value for value in self._merged_tape.saved_values() if value in in_cells]
+        closures = {value: closure(self._merged_tape, value, self.store.__contains__) for value in saved_values}
         stored = self.store.retained | self.store.compressed
         self.needs = {v: tuple(leaf for leaf in leaves if leaf in stored) for v, (_, leaves) in closures.items()}
         """Stored values from which each saved value in a cell is recomputed, if nothing else was recomputed before."""
@@ -84,9 +92,9 @@ class ExecutionPlan:
         """Values that a call itself stores for backward, each in a cell: values that the plan compresses, or that a
         replay reads."""
         replayed = {operator for operators, _ in closures.values() for operator in operators}
-        read = {value for operator in replayed for value in tape.operators[operator].inputs()}
-        read = {value for value in read if not tape.is_held_elsewhere(value)}
-        self.slots = [self._slot(ref.value, read) for ref in tape.slots]
+        read = {value for operator in replayed for value in self._merged_tape.operators[operator].inputs()}
+        read = {value for value in read if not tape.is_held_elsewhere(value)} | {*equal.values()}
+        self.slots = [self._slot(ref.value, read) for ref in self._merged_tape.slots]
         self.first_state: tuple[int, torch.device] | None = None
         """(value, device) of the random generator's state that a call captures before the block runs, or None."""
         self.draws = False
@@ -105,7 +113,7 @@ class ExecutionPlan:
 
     def follow(self, order: tuple[int, ...]) -> None:
         """Schedule replay for a backward that unpacks in `order`. Calls in progress keep their schedule."""
-        self.schedule = Schedule(order, schedule(self.tape, self.store, order, self._passthrough))
+        self.schedule = Schedule(order, schedule(self._merged_tape, self.store, order, self._passthrough))
 
     def fetch(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -171,11 +179,11 @@ class ExecutionPlan:
     def program_out_of_order(self, slot: int, environment: Environment) -> ReplayProgram:
         """Return the program that unpacks `slot` now, out of the scheduled order, from `environment`."""
         available = {value for value, tensor in enumerate(environment) if tensor is not None}
-        return single_program(self.tape, self.store, slot, available)
+        return single_program(self._merged_tape, self.store, slot, available)
 
     def _slot(self, value: int, read: set[int]) -> Slot:
-        """Return the plan's instructions for a saved tensor that views `value`. Replay reads the values in `read`, so
-        they must not change before backward."""
+        """Return the plan's instructions for a saved tensor that views `value`. Values in `read` must not change before
+        backward, because replay reads them, or backward does in place of equal values."""
         tape_value = self.tape.values[value]
         return Slot(
             value=value,
@@ -199,7 +207,7 @@ class ExecutionPlan:
 
     def _externals(self, values_read: set[int]) -> list[tuple[int, Source]]:
         """Return (value, source) of each input, parameter or other existing tensor in `values_read` by replay."""
-        saved = set(self.tape.saved_values())
+        saved = set(self._merged_tape.saved_values())
         required = [
             v for v in sorted(values_read) if v in self.store.persistent or (v in self.roots and v not in saved)
         ]
@@ -219,6 +227,15 @@ def _storage_map(tape: Tape, choices: dict[int, Choice], shared: frozenset[int])
     retained = {value for value in retained if not tape.values[value].overwritten}
     retained |= {value for _, value, _ in tape.generator_states()}
     return StorageMap(frozenset(state | shared), frozenset(retained), frozenset(compressed))
+
+
+def _equal_values_used(tape: Tape, choices: dict[int, Choice]) -> dict[int, int]:
+    """Return {value: stored value of equal contents} for the values that the plan does not store."""
+    if all(choice != RECOMPUTE for choice in choices.values()):
+        return {}
+    saved = set(tape.saved_values())
+    not_stored = {value for value in tape.equal if value not in saved or choices.get(value) == RECOMPUTE}
+    return {value: tape.equal[value] for value in sorted(not_stored) if tape.equal[value] in choices}
 
 
 def encode_view(tape: Tape, value: int) -> TensorRef:

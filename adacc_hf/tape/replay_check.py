@@ -1,17 +1,18 @@
-"""Verification of replay: the search for values that replay recomputes bit for bit.
+"""Verification of replay: the search for values that replay recomputes bit for bit, and for equal values.
 
 In training, replay recomputes only values that passed this verification (rule R7).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from adacc_hf.tape.replay import Environment, ReplayStep, view
-from adacc_hf.tape.tape import Tape, TapeOperator, geometry_of
+from adacc_hf.tape.tape import Tape, TapeOperator, TensorRef, geometry_of, map_tensors
 from adacc_hf.torch_glue.second_run import checksum
 from adacc_hf.torch_glue.tensors import bytes_in_order, copy_with_storage, storage_bytes
 
@@ -194,3 +195,78 @@ def obtainable_values(tape: Tape, exact_values: Collection[int], stored: Iterabl
         if operator.may_run_again and all(map(is_obtainable, operator.inputs())):
             recomputable.update(value for value in operator.results() if value in exact_values)
     return frozenset(recomputable)
+
+
+# Equal values: results of the same operator on the same input, so one storage can serve them all.
+#
+# Under autocast, q, k and v each save a cast of one tensor, in three storages. If a plan keeps one cast and recomputes
+# the other two, all three slots read the kept cast. No operator runs, and two storages are freed.
+
+
+def equal_values(tape: Tape, recomputable: Collection[int]) -> dict[int, int]:
+    """Return a dict from each value that duplicates another to the first saved value with the same bits.
+
+    Two values have the same bits if the same operator computed both from the same arguments. Both must also have the
+    same layout, be in `recomputable`, so that they depend only on the arguments, and never be changed in place.
+
+    The saved value must come before the duplicate on the tape. Autograd must also have saved it first, because the
+    first saved tensor decides which storage is kept.
+    """
+    producers: dict[Any, TapeOperator] = {}
+    first: dict[int, int] = {}
+    """First value with the same bits, by duplicate value."""
+    for operator in tape.operators:
+        may_repeat = operator.may_run_again and not operator.random and not operator.mutations
+        results = operator.results()
+        if not may_repeat or not all(v in recomputable and not tape.values[v].overwritten for v in results):
+            continue
+        key = operator.target, repr(_with_equal_values((operator.args, operator.kwargs), first))
+        producer = producers.setdefault(key, operator)
+        if producer is not operator and _have_equal_layouts(tape, producer, operator):
+            pairs = zip(operator.outputs, producer.outputs, strict=True)
+            first.update({value: earlier for (_, value), (_, earlier) in pairs})
+    return _saved_duplicates(tape, first)
+
+
+def merge_equal_values(tape: Tape, equal: Mapping[int, int]) -> Tape:
+    """Return a copy of `tape` that refers to the value `equal[v]` in place of the value `v`."""
+    arguments = [_with_equal_values((operator.args, operator.kwargs), equal) for operator in tape.operators]
+    operators = [
+        replace(operator, args=args, kwargs=kwargs, _inputs=None)
+        for operator, (args, kwargs) in zip(tape.operators, arguments, strict=True)
+    ]
+    slots = [_with_equal_values(slot, equal) for slot in tape.slots]
+    return replace(tape, operators=operators, slots=slots, _consumers={})
+
+
+def _have_equal_layouts(tape: Tape, first: TapeOperator, second: TapeOperator) -> bool:
+    """Return True if corresponding results of two operators have the same bytes, geometry, dtype and device."""
+    layouts = []
+    for outputs in (first.outputs, second.outputs):
+        values = [(position, tape.values[value]) for position, value in outputs]
+        layouts.append([(position, v.nbytes, v.ref.geometry, v.ref.dtype, v.device) for position, v in values])
+    return layouts[0] == layouts[1]
+
+
+def _saved_duplicates(tape: Tape, first: Mapping[int, int]) -> dict[int, int]:
+    """Return {duplicate: earlier saved value}, from `first`, {duplicate: first value with the same bits}."""
+    first_slot: dict[int, int] = {}
+    for number, slot in enumerate(tape.slots):
+        first_slot.setdefault(slot.value, number)
+    saved: dict[int, int] = {}
+    """First saved value of each group of values with the same bits, by the first value of the group."""
+    for value in sorted({*first, *first.values()}):
+        if value in first_slot:
+            saved.setdefault(first.get(value, value), value)
+    return {
+        value: saved[group]
+        for value, group in first.items()
+        if group in saved
+        and saved[group] < value
+        and first_slot[saved[group]] <= first_slot.get(value, len(tape.slots))
+    }
+
+
+def _with_equal_values(tree: Any, equal: Mapping[int, int]) -> Any:
+    """Return an operator's arguments in which each value in `equal` is replaced by the value with the same bits."""
+    return map_tensors(tree, TensorRef, lambda ref: replace(ref, value=equal.get(ref.value, ref.value)))

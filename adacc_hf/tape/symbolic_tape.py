@@ -110,7 +110,8 @@ class SymbolicTape:
         """Tapes evaluated from this symbolic tape, the latest last. At most MOST_SIZES."""
         tapes = [record.tape for record in records]
         recomputable = frozenset.intersection(*(tape.recomputable for tape in tapes))
-        self.base = replace(tapes[0], recomputable=recomputable)
+        equal = {v: e for v, e in tapes[0].equal.items() if all(tape.equal.get(v) == e for tape in tapes)}
+        self.base = replace(tapes[0], recomputable=recomputable, equal=_recomputable_pairs(equal, recomputable))
         """The tape that plans are built for. The tapes of all sizes have its values, operators and saved tensors."""
         self.is_active = True
         """True while calls at new sizes may run on tapes evaluated from this symbolic tape."""
@@ -173,7 +174,9 @@ class SymbolicTape:
     def refuse(self, values: Collection[int]) -> None:
         """Exclude `values`, and those that replay could compute only from `values`, from replay at all sizes."""
         recomputable = without_values(self.base, self.base.recomputable, values)
-        self.base = replace(self.base, recomputable=recomputable)
+        self.base = replace(
+            self.base, recomputable=recomputable, equal=_recomputable_pairs(self.base.equal, recomputable)
+        )
         self.tapes_by_size.clear()
 
 
@@ -339,6 +342,10 @@ def without_values(tape: Tape, recomputable: frozenset[int], values: Collection[
     """Return the values in `recomputable` that replay of `tape` can recompute although it never recomputes `values`."""
     excluded = recomputable.intersection(values)
     return obtainable_values(tape, recomputable - excluded, tape.saved_values()) if excluded else recomputable
+
+
+def _recomputable_pairs(equal: dict[int, int], recomputable: frozenset[int]) -> dict[int, int]:
+    return {v: other for v, other in equal.items() if v in recomputable and other in recomputable}
 
 
 def identity_of(records: Sequence[RecordedCall]) -> Hashable:

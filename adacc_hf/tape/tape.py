@@ -224,6 +224,8 @@ class Tape:
     """Values for which replay gave the recorded bits."""
     recomputable: frozenset[int] = frozenset()
     """Values that replay may recompute in training (rules R7 and R14)."""
+    equal: dict[int, int] = field(default_factory=dict)
+    """Dict from each value that duplicates an earlier saved value to the saved value (`equal_values`)."""
     order: tuple[int, ...] | None = None
     """Order in which backward unpacks the saved tensors, as indices into `slots`. None if no backward was observed."""
     is_unchecked: bool = False

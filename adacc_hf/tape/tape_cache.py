@@ -18,7 +18,7 @@ from adacc_hf.artifacts.policy import Choice
 from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.tape.guards import CallKey, Untraceable
 from adacc_hf.tape.recorder import Recorder
-from adacc_hf.tape.replay_check import verify
+from adacc_hf.tape.replay_check import equal_values, verify
 from adacc_hf.tape.symbolic_tape import (
     CallSizes,
     RecordedCall,
@@ -137,6 +137,7 @@ class TapeCache:
                 tape.checksums = {}
                 refused = self._refused.get(tape.structure, set())
                 tape.recomputable = without_values(tape, tape.verified, tape.decisions() | refused)
+                tape.equal = equal_values(tape, tape.recomputable)
             self._warn_stored(recorder, tape)
         tape.order = self._orders.get(_tape_structure(tape.structure))
         self.tapes[tape.digest] = tape
@@ -291,7 +292,8 @@ class TapeCache:
         """Return the execution plan of `choices` for `tape`. `shared` are inputs that code outside the block keeps."""
         # Execution plans do not contain codecs: plans that differ only in outlier channels, say, share one.
         actions = tuple(sorted((value, choice.action) for value, choice in choices.items()))
-        key = tape.digest, (actions, shared, tape.recomputable)
+        equal = tuple(tape.equal.items())  # a symbolic tape has fewer equal values than its first recorded tape
+        key = tape.digest, (actions, shared, equal, tape.recomputable)
         plan = self.execution_plans.get(key)
         if plan is None:
             plan = self.execution_plans[key] = ExecutionPlan(tape, choices, shared, self._is_partitioned)

@@ -50,7 +50,7 @@ def test_what_is_saved_is_loaded(policy, tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["policy.json"]
 
 
-@pytest.mark.parametrize(("kind", "version"), [(Policy, 5), (Profile, 13)])
+@pytest.mark.parametrize(("kind", "version"), [(Policy, 5), (Profile, 12)])
 def test_what_is_no_policy_or_profile_is_refused(tmp_path, kind, version):
     path, name = tmp_path / "file.json", kind.__name__.lower()
     for text, message in {
