@@ -224,7 +224,7 @@ class AdaptivePhase(FixedPolicyPhase):
         if profiler.live is not None:
             profiler.enter_forward(inputs)
         elif self._is_to_be_recorded():
-            self._peaks.meter.close()  # on a CPU, only one profiler may run
+            self._peaks.close()  # on a CPU, only one profiler may run
             if profiler.must_wait(run.model):
                 return
             self.choice.suspend()
