@@ -166,7 +166,7 @@ class ModelRecorder:
         if tape.untrusted is not None:
             self._untrusted.add(type(block))
         overwritten = [value.index for value in tape.values if value.source is not None and value.overwritten]
-        written = {storage_key_of(recorder.bases[value]) for value in overwritten}
+        written = recorder.unseen_writes | {storage_key_of(recorder.bases[value]) for value in overwritten}
         recording.close()
         del recorder, tensors
         if tape.untrusted is None:

@@ -140,6 +140,8 @@ class FunctionRecorder:
         """Reason why an `autograd.Function` could not become one operator of the tape, by the Function's name."""
         self.function_results: dict[type[Function], Any] = {}
         """What each `autograd.Function` returned (`dynamo_gaps.describe_results`)."""
+        self.unseen_writes: set[int] = set()
+        """Keys of the storages that an `autograd.Function` wrote, not by operators of the tape."""
         self.function_slots: set[int] = set()
         """Indices, among all saved tensors, of the tensors that `autograd.Function`s saved."""
         self._is_paused = False
@@ -250,6 +252,7 @@ class FunctionRecorder:
                 self._replace(_FunctionRun(function, parts, function_call, result, saved, mark, written))
             except NotReplayableError as why:
                 self.refusal_reasons[f"{function.__module__}.{function.__qualname__}"] = str(why)
+                self.unseen_writes.update(storage_key(t.untyped_storage()) for t in written)
         self._saved_inside = []
         return result
 

@@ -193,7 +193,9 @@ IN_PLACE, OTHER_BITS = "writes into its arguments", "gives different bits"
 
 
 REFUSED = {
-    "in place, of the block's input": (of_the_blocks_input, "ScaleInPlace", IN_PLACE),
+    "in place, of the block's input": pytest.param(
+        of_the_blocks_input, "ScaleInPlace", IN_PLACE, marks=pytest.mark.gate
+    ),
     "in place, told": (through(ScaleMarked.apply), "ScaleMarked", "marks arguments as dirty"),
     "in place, of what was saved": (saved_before, "ScaleInPlace", IN_PLACE),
     "counting": (through(Counting.apply), "Counting", "changes calls"),
