@@ -75,7 +75,9 @@ class TracedGuards:
         """True if the trace left out the code of an `autograd.Function` or of a function that other code has allowed in
         the graph, which no guard covers."""
         self._properties = _compile_getter(dict.fromkeys(inputs.properties), variables)
-        self._expected = repr(self._properties(scope))
+        self._expected = self._read_properties(scope)
+        if self._expected is None:
+            raise NotTraceableError("an object that its trace reads cannot be read again")
         self._classes = ClassReads(inputs.class_reads)
         self._dead_objects = dead_objects
         self._manager = manager
@@ -87,7 +89,14 @@ class TracedGuards:
         if not self._classes.are_current():
             return False
         with _disable_current_modes() if num_dispatch_modes() else nullcontext():
-            return self._check(scope) and repr(self._properties(scope)) == self._expected
+            return self._check(scope) and self._read_properties(scope) == self._expected
+
+    def _read_properties(self, scope: Scope) -> str | None:
+        """Return the values of the properties that Dynamo does not guard, or None if one does not exist any more."""
+        try:
+            return repr(self._properties(scope))
+        except Exception:  # an attribute is missing, or the user's code raises
+            return None
 
     def first_failure(self, scope: Scope) -> str:
         """Return Dynamo's description of the first guard that rejects a call in `scope`, or ""."""
