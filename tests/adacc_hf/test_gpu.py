@@ -205,8 +205,9 @@ def test_a_fused_attention_is_recomputed_at_sizes_never_recorded(tiny_llama, tok
             with bf16():
                 step_memory = measure_step(model, batch)
     assert not [record for record in caplog.records if "retain" in record.message]
-    # The batch has twice the rows of the latest profile. The outputs of attention take 786,432 bytes in three blocks.
-    rounding = BLOCK_BYTES * 100 * len(policy.blocks)
+    # The batch has twice the rows of the latest profile, which counts twice what does not depend on the rows: casts of
+    # weights, and a checksum of each saved tensor. The outputs of attention take 786,432 bytes in three blocks.
+    rounding = BLOCK_BYTES * 150 * len(policy.blocks)
     assert step_memory.stored_bytes == pytest.approx(2 * policy.predicted_stored_bytes, abs=rounding)
 
 
