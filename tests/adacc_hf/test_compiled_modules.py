@@ -82,7 +82,6 @@ def hidden_code(runs, graphs):
 
 
 def test_what_is_compiled_stays_compiled(toy_model, toy_batch):
-    """Compiled code stays compiled, also in recorded calls."""
     runs, graphs = [], []
     model, batch = with_compiled_mlp(toy_model, hidden_code(runs, graphs)), toy_batch()
     profile = profile_model(model, batch, CONFIG)
@@ -139,7 +138,6 @@ def test_compiled_blocks_are_refused(tiny_llama, token_batch, compiled):
 
 @hooks_forward
 def test_blocks_that_are_compiled_later_are_refused(tiny_llama, token_batch):
-    """Blocks that are compiled after the policy was applied are refused."""
     model, batch = tiny_llama(layers=1), token_batch()
     policy = uniform_policy(profile_model(model, batch, CONFIG), "recompute")
     with apply_policy(model, policy, CONFIG):

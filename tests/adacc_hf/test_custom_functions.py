@@ -72,7 +72,6 @@ def test_what_a_function_overwrites_is_read_by_nobody_else(toy_model, toy_batch,
 
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_the_copies_are_part_of_the_predicted_peak(toy_model, toy_batch, forward):
-    """The predicted peak includes the copies, for any stored values."""
     model, batch = toy_model(forward), toy_batch(64)
     profile_model(model, batch, CONFIG)  # Dynamo keeps the state of a generator when it first traces a block
     profile = profile_model(model, batch, CONFIG)

@@ -153,7 +153,6 @@ def test_a_steady_step_never_waits_for_the_device(on_device, is_ours):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("on_device", ["sdpa"], indirect=True)
 def test_recomputing_around_a_fused_attention_is_exact(on_device, kernel, dropout):
-    """Recomputing around a fused attention is exact, with any kernel."""
     model, batch = on_device("cuda", attn_pdrop=dropout)
     bf16 = partial(torch.autocast, "cuda", dtype=torch.bfloat16)
 

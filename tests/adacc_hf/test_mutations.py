@@ -265,7 +265,6 @@ some_changes = st.none() | st.tuples(
 
 
 def test_lossless_training_is_plain_training_whatever_changes_between_steps(assert_same_steps):
-    """Lossless training equals plain training, or stops with an error."""
     stopped = []
 
     @settings(max_examples=EXAMPLES, database=None)

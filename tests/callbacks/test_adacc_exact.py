@@ -89,7 +89,6 @@ def test_generate_and_evaluate_in_mid_run_are_as_without(train, lossless):
 
 
 def test_a_faster_head_is_all_that_changes_where_everything_fits(train, heads_take):
-    """A faster head is the only change where everything fits and "compress" is allowed."""
     heads_take(plain=1.0, chunked=0.5)
     callback = AdaccCallback(memory_budget=1.0)
     run, plain = train([callback]), train()

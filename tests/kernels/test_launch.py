@@ -97,7 +97,6 @@ def runs_of_triton(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_constants_are_given_in_the_order_of_the_kernel(driver: RecordingDriver, runs_of_triton: list[str]) -> None:
-    """Constants have the kernel's order, whatever the order of the call."""
     x = torch.ones(2, 2048)
     codes, peaks = torch.empty(1, 2048, dtype=torch.uint8), torch.empty(2, dtype=torch.bfloat16)
     constants = {"BLOCK": 1024, "T": 1}

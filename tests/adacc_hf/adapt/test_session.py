@@ -328,7 +328,6 @@ def budget():
 
 
 def test_batches_of_larger_sizes_keep_to_the_budget(budget):
-    """Larger batches get their own policies, and a measured step peaks as planned."""
     sizes = [(8, 16)] * 6 + [(16, 32)] * 10
     batches = [batch_of(seed, *size) for seed, size in enumerate(sizes)]
     run = train_as_plain(one_step, batches, memory_budget=budget, **LOSSLESS)
@@ -434,8 +433,6 @@ def test_figures_are_those_of_the_callback(tmp_path):
 
 
 def test_other_optimizers_steps_are_not_the_runs():
-    """Steps of a second optimizer, such as a discriminator's, do not end the session's step."""
-
     def step(session, model, optimizer, batch, losses):
         other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         for half, part in enumerate(halves(batch)):

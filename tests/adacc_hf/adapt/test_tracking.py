@@ -194,8 +194,6 @@ def changed_in_one(plans):
 
 @pytest.mark.parametrize("is_fraction", [True, False], ids=["fraction", "bytes"])
 def test_a_fraction_gives_way_where_only_degraded_gradients_keep_to_it(model, batch, is_fraction):
-    """If codecs with degraded gradients alone keep within the budget, the policy that needs the least memory without
-    them follows."""
     config = replace(COMPRESS, codecs=("channel_int4",))
     session = Session(model, batch, replace(config, memory_budget=1.0), policy=compress_all)
     least, plain = session.policy.predicted_stored_bytes, session.profile.plain_stored_bytes
@@ -243,7 +241,6 @@ def test_sampled_blocks_take_turns_and_tracking_leaves_no_trace(model, batch):
 
 
 def test_measuring_changes_no_gradient(model, batch):
-    """A tracking step without new outliers has the gradients of any other step."""
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0, outliers=False), policy=compress_all)
     session.step()
     before = session.step()
@@ -274,7 +271,6 @@ def test_comparing_a_gradient_is_no_call_of_the_block(model, batch, num_steps):
     ids=["torch", "allocator"],
 )
 def test_a_comparison_that_runs_out_of_memory_is_left_out(model, batch, monkeypatch, caplog, error):
-    """A comparison that runs out of memory is left out with a warning, and training continues."""
     session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
     session.tracking.start()
     session.step()
@@ -406,7 +402,6 @@ def test_a_spike_is_found_and_what_came_before_is_not():
 
 
 def test_a_loss_that_stays_where_it_rose_to_is_normal_half_a_window_later():
-    """A loss that stays high is normal after half a window."""
     results = reasons([*STEADY, *[9.0] * 20])
     assert all(results[20 : 20 + WINDOW // 2])
     assert not any(results[20 + WINDOW // 2 + 1 :])

@@ -129,7 +129,6 @@ def test_a_row_of_which_a_codec_leaves_nothing_has_a_gradient_of_its_size(normin
 
 
 def test_the_statistics_of_coded_rows_are_stored(norming):
-    """The statistics of coded rows are stored, in every way to find a policy."""
     *_, profile, _ = norming
     kind = profile.kinds[0]
     ((first, rows), (second, same)) = kind.exactness_dependents.items()

@@ -32,7 +32,6 @@ def test_a_policy_names_its_plans_and_counts_its_actions(policy):
 
 
 def test_masks_that_become_bits_are_not_counted_as_compressed(profile):
-    """Masks stored as bits are lossless and do not count as compressed."""
     lossless = uniform_policy(profile, "recompute")
     assert ", 0 compress, " in lossless.summary()
     assert ", 6 masks as bits; stored" in lossless.summary()

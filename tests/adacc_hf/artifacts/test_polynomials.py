@@ -99,7 +99,6 @@ def test_a_fraction_of_a_size_is_an_integer_or_none(halves, divisor, other):
 
 @given(st.data())
 def test_a_fit_has_fewer_terms_than_calls(data):
-    """A polynomial has fewer terms than there are calls."""
     num_terms = data.draw(st.integers(2, MAX_TERMS))
     calls = calls_of(data.draw, 2, num_terms)
     column = tuple(data.draw(st.lists(st.integers(1, 10**6), min_size=num_terms, max_size=num_terms, unique=True)))

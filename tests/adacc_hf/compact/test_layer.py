@@ -68,7 +68,6 @@ def test_the_gradient_of_a_core_is_that_of_the_weight_projected(kind):
 
 @pytest.mark.parametrize("rank", [32, 64, 128, 256])
 def test_one_draw_is_unbiased_and_as_noisy_as_it_has_to_be(rank):
-    """One draw of P is unbiased, and its noise is the expected one."""
     n, rows = 256, 64
     gradient = torch.randn(rows, n, generator=torch.Generator().manual_seed(0))
     errors, sizes, mean, draws = [], [], torch.zeros(rows, n), 60

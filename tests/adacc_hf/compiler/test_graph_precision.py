@@ -64,7 +64,6 @@ def test_scores_are_degraded_before_softmax_and_not_after(joint: JointGraph) -> 
 
 
 def test_logits_and_what_a_loss_takes_the_exponential_of_are_degraded(joint_graph_of: Any) -> None:
-    """Logits and other inputs of a loss's exponential are degraded by INT4."""
     joint = joint_graph_of(Classifier(), torch.randn(64, 16, requires_grad=True), torch.zeros(64, dtype=torch.int64))
     degraded = precision_sensitive_nodes(joint)
     assert {"addmm", "sub"} <= _targets(joint, degraded)

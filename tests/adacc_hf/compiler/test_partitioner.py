@@ -93,7 +93,6 @@ def test_random_operators_stay_in_forward(train_step: Any) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # from Dynamo's imports on a machine with a GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_fused_attention_with_dropout_stays_in_forward(train_step: Any, dtype: torch.dtype) -> None:
-    """Fused attention with dropout runs in forward only."""
     options = {"dtype": dtype, "dropout": 0.5, "device": "cuda", "is_fused": True}
     step = train_step(_partitioner(0.2, actions=LOSSLESS), **options)
     assert all("backward" in name for name in _attention(step.backward))
@@ -101,7 +100,6 @@ def test_fused_attention_with_dropout_stays_in_forward(train_step: Any, dtype: t
 
 
 def test_what_attention_makes_for_backward_alone_is_handed_over(train_step: Any) -> None:
-    """Outputs of attention that only backward reads are stored."""
     step = train_step(_partitioner(0.9, actions=("retain", "compress")), dropout=0.0, is_fused=True)
     assert len(_attention(step.backward)) == 2
     assert all("backward" in name for name in _attention(step.backward))

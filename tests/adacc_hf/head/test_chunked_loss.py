@@ -66,7 +66,6 @@ def test_any_chunking_gives_the_loss_and_gradients_of_whole_logits(num_rows, chu
 )
 @settings(deadline=None, max_examples=60)
 def test_padded_rows_of_logits_change_no_bit(num_rows, chunk, width, classes, has_bias, dtype, is_cast, data):
-    """Padded rows of logits change no bit, for odd and even vocabularies and weights in either dtype."""
     ignored = data.draw(st.lists(st.integers(0, num_rows - 1), max_size=num_rows - 1, unique=True))
     *tensors, target = make_case(num_rows, width, classes, has_bias, ignored)
     tensors = [tensor if tensor is None or is_cast else tensor.to(dtype) for tensor in tensors]

@@ -86,7 +86,6 @@ def _with_large_channel(model, scale):
 @pytest.mark.parametrize(("scale", "codec"), [(1.0, "int8"), (1e4, "fp8")])
 @pytest.mark.parametrize("max_error", [None, 0.1])
 def test_a_block_input_takes_the_more_exact_codec_of_eight_bits(toy_model, toy_batch, scale, codec, max_error):
-    """A block input has one option of eight bits, the more exact one."""
     model = _with_large_channel(toy_model(lambda block, hidden: hidden + block.down(block.up(hidden).tanh())), scale)
     offered = _codecs_of_inputs(model, toy_batch(64), max_error=max_error)
     assert set(offered) == {codec}

@@ -111,8 +111,6 @@ def test_a_checkpoint_that_saves_nothing_is_not_chosen(toy_model, toy_batch):
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_block_that_skips_itself_by_chance_is_exact(toy_model, toy_batch, draw, seed):
-    """A block that skips itself at random is exact, for any draws in profile and steps."""
-
     def skips(block, hidden):
         return hidden if draw() < 0.5 else hidden + block.down(block.up(hidden).tanh())
 

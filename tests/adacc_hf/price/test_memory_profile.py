@@ -60,7 +60,6 @@ def test_gradients_gather_from_the_last_block_to_the_first(gpt2_profile, tiny_gp
 def test_peaks_are_as_predicted_whichever_blocks_are_frozen(
     tiny_gpt2, token_batch, run_steps, peak_of, frozen, is_inlet_frozen, seed
 ):
-    """Peaks are as predicted for any frozen blocks."""
     model, batch = tiny_gpt2(layers=len(frozen)), token_batch(4, 24)
     for block, is_frozen in zip(model.transformer.h, frozen, strict=True):
         block.requires_grad_(not is_frozen)

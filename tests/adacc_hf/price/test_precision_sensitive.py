@@ -12,7 +12,6 @@ CONFIG = AdaccConfig(min_compress_bytes=0)
 
 
 def test_what_sums_up_whole_rows_is_never_compressed(tiny_gpt2, token_batch):
-    """Summaries of whole rows are never compressed."""
     model = tiny_gpt2(resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
     kind = profile_model(model, token_batch(), AdaccConfig(min_compress_bytes=0, codecs=("int8", "token_int4"))).kinds[
         0
@@ -92,7 +91,6 @@ def test_no_gradient_is_divided_by_what_a_codec_made_zero(toy_model, toy_batch, 
 
 
 def test_what_attention_adds_to_its_scores_is_never_compressed(tiny_llama, token_batch):
-    """Masks added to attention scores are never compressed."""
     model, batch = tiny_llama(), token_batch()
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][0, -3:] = 0

@@ -25,7 +25,6 @@ def test_temporaries_of_operators_are_counted(tiny_gpt2, token_batch):
 
 @pytest.mark.parametrize(("timing", "scarce_ms"), [(Timing(2.0, 1.0), 2.0), (Timing(2.0, 4.0), 4.0)])
 def test_prices_are_in_the_time_that_is_scarce(monkeypatch, tiny_gpt2, token_batch, timing, scarce_ms):
-    """Prices are in the scarce resource's time."""
     for module in ("measurement", "codec_selection"):
         monkeypatch.setattr(f"adacc_hf.price.{module}.time_of", lambda run, device: timing)
     (kind,) = profile_model(tiny_gpt2("sdpa"), token_batch(), CONFIG).kinds

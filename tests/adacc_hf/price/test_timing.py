@@ -28,7 +28,6 @@ def counted_times():
 
 @pytest.mark.parametrize(("threads", "clock_name"), [(1, "thread_time"), (2, "perf_counter")])
 def test_the_median_ignores_one_interruption(monkeypatch, threads, clock_name):
-    """One interruption of a second among five runs does not change the median."""
     clock = iter([0.0, 0.002, 1.0, 1.002, 2.0, 3.0, 4.0, 4.003, 5.0, 5.002])
     monkeypatch.setattr(f"adacc_hf.price.timing.time.{clock_name}", lambda: next(clock))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -123,7 +122,6 @@ def test_repeats_on_a_gpu_find_nothing_in_its_cache(monkeypatch):
 
 
 def test_a_cache_is_flushed_by_reading_more_than_it_holds(monkeypatch):
-    """A flush reads more than the cache holds."""
     cache_bytes, read = 3 * 2**20, []
 
     class Noted(TorchDispatchMode):

@@ -371,7 +371,6 @@ def test_a_second_policy_takes_the_place_of_the_first_and_says_so(plain_model, r
 
 
 def test_a_policy_is_removed_by_its_model(plain_model, run_steps, assert_same_steps):
-    """A policy can be removed by its model alone, as in a notebook without the handle."""
     batch = {"x": torch.randn(2, 8)}
     before = dict(vars(plain_model))
     profile = profile_model(plain_model, batch, LAYERS)

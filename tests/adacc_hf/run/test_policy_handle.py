@@ -231,8 +231,6 @@ def test_every_use_of_the_graph_is_exact(tiny_gpt2, batch, use):
 
 
 def test_the_order_of_backward_is_that_of_other_sizes(tiny_gpt2, token_batch, monkeypatch):
-    """A new size starts with the order of backward learned at other sizes."""
-
     def fail(*_):
         raise AssertionError("out of order")
 

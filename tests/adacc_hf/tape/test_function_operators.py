@@ -197,7 +197,6 @@ def test_what_a_function_makes_is_recomputed_within_the_predicted_peak(
 
 
 def test_classes_of_one_name_are_told_apart(record_call):
-    """Two blocks whose Functions have one name share no plan."""
     x = torch.randn(2, 8, requires_grad=True)
     factories = [in_a_closure(Scale) for _ in range(2)]
     names = {str(FunctionTarget(cls)) for cls in factories}

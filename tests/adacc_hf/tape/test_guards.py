@@ -75,7 +75,6 @@ def test_other_values_are_other_paths_and_are_known_again(block_class, traces):
 
 
 def test_blocks_of_a_class_share_their_paths(block_class, traces):
-    """Blocks of one class share their paths, in one model or several, while the guards hold."""
     make = block_class(scaled)
     blocks = [make(scale=scale) for scale in (1.0, 1.0, 2.0, 1.0)]
     first, second, other, _ = keys = [Calls(block).key() for block in blocks]
@@ -139,7 +138,6 @@ def test_numbers_of_numpy_are_part_of_the_key(block_class, one, other):
 
 
 def test_what_transformers_only_passes_through_is_no_part(block_class, traces):
-    """Arguments that Transformers only passes through are no part of the key."""
     calls = Calls(block_class(lambda block, hidden, **kwargs: block.layer(hidden))())
     keys = {calls.key(text(), num_items_in_batch=torch.tensor(number)) for number in range(3)}
     keys |= {calls.key(text(), num_items_in_batch=number) for number in range(5, 5 + 3)}

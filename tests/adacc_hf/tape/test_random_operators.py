@@ -92,8 +92,6 @@ def test_what_no_state_is_taken_for_is_not_drawn_again(record_call, forward, abl
 
 
 def test_a_draw_from_a_seed_that_the_block_sets_is_found_out(record_call):
-    """A draw from a seed that the block sets is not replayed."""
-
     def forward(block, x):
         y = block.up(x)
         torch.manual_seed(7)

@@ -121,7 +121,6 @@ def runs_recurrent_cells(block, hidden):
 
 
 def test_recurrent_cells_train_exactly(toy_model, toy_batch, assert_exact):
-    """LSTM and GRU cells train exactly."""
     profile = assert_exact(toy_model(runs_recurrent_cells, setup=add_recurrent_cells), toy_batch(), num_policies=4)
     values = {value.name: value for value in profile.kinds[0].activations if value.producer is not None}
     assert not values["lstm:mkldnn_rnn_layer"].recomputable

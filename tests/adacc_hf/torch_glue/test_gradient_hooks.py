@@ -24,7 +24,6 @@ def hooked_model(request, tiny_gpt2):
 
 @pytest.mark.parametrize("measure", [lambda m, b: profile_model(m, b, AdaccConfig()), measure_step])
 def test_nobody_hears_of_a_profile(hooked_model, token_batch, measure):
-    """A profile calls no gradient hooks."""
     model, gradients = hooked_model
     measure(model, token_batch())
     assert gradients == []

@@ -63,7 +63,6 @@ def profile_and_measure(request, tiny_gpt2, token_batch):
 @pytest.mark.parametrize("actions", [("retain", "recompute"), ACTIONS, ("compress",)], ids="+".join)
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 def test_prediction_is_what_is_measured(profile_and_measure, peak_of, actions, seed):
-    """Predicted bytes equal the measured ones, with lossy codecs among the choices."""
     profile, measure = profile_and_measure
     policy = random_policy(profile, seed, actions)
     step = measure(policy)
@@ -81,7 +80,6 @@ def test_retaining_everything_is_plain_training(profile_and_measure):
 
 
 def test_recomputation_peaks_no_higher_than_torchs_checkpoint(tiny_gpt2, token_batch, peak_of):
-    """Recomputing everything peaks no higher than torch's checkpoint."""
     model, batch = tiny_gpt2(layers=6, width=256, n_head=4, n_positions=256), token_batch(8, 256)
     policy = uniform_policy(profile_model(model, batch), "recompute")
     with apply_policy(model, policy):
