@@ -21,7 +21,6 @@ from adacc_hf import AdaccCallback, AdaccConfig, Policy, Profile
 from adacc_hf.adapt.checkpoint_files import drop_files, load_from_checkpoint, save_in_checkpoint
 from adacc_hf.artifacts.files import HISTORY_FILE, POLICY_FILE, PROFILE_FILE, STATE_FILE
 from adacc_hf.callbacks.trainer_guard import callbacks_of
-from adacc_hf.kernels import _cpu
 from adacc_hf.price.live_step import LiveStep
 from adacc_hf.solve.simple_policies import uniform_policy
 
@@ -63,20 +62,6 @@ def test_a_checkpoint_carries_its_policy_and_profile(train, lossless, tmp_path):
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-3", tmp_path / "run" / "checkpoint-6"):
         assert Policy.load(folder / POLICY_FILE) == callback.policy
         assert Profile.load(folder / PROFILE_FILE) == callback.profile
-
-
-def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(train, lossless, tmp_path, profilings):
-    settings = {**SAVING, "bf16": True, "gradient_accumulation_steps": 2}
-    uninterrupted = train([AdaccCallback(**lossless)], **settings)
-    policy = Policy.load(tmp_path / "run" / "checkpoint-3" / POLICY_FILE)
-    (tmp_path / "run" / "checkpoint-6").rename(tmp_path / "gone")
-    profilings.clear()
-    callback = AdaccCallback(**lossless)
-    resumed = train([callback], resume=True, **settings)
-    assert len(profilings) == 1
-    assert (callback.policy.plans, callback.policy.blocks) == (policy.plans, policy.blocks)
-    assert [event["step"] for event in callback.history if event["event"] == "policy"] == [1, 4]
-    resumed.assert_equals(uninterrupted)
 
 
 def test_a_run_resumed_from_a_stranger_is_not_given_the_policy_that_lies_in_its_own_folder(
@@ -141,23 +126,6 @@ def test_a_damaged_state_is_named_and_not_used(train, checkpoint, lossless, capl
     with caplog.at_level(logging.INFO):
         assert load_from_checkpoint(checkpoint, AdaccConfig(**LOSSLESS)) is None
     assert [STATE_FILE in message for message in caplog.messages if "solving again" in message] == [True]
-
-
-def test_a_failing_run_leaves_checkpoints_and_policies_whole(make_trainer, train, lossless, tmp_path):
-    class FailingTrainer(type(make_trainer())):
-        def training_step(self, *args, **kwargs):
-            if self.state.global_step == 4:
-                raise KeyboardInterrupt
-            return super().training_step(*args, **kwargs)
-
-    with pytest.raises(KeyboardInterrupt):
-        make_trainer([AdaccCallback(**lossless)], trainer_class=FailingTrainer, **SAVING).train()
-    folder = tmp_path / "run"
-    assert sorted(p.name for p in folder.rglob("*adacc*")) == sorted(
-        [POLICY_FILE, PROFILE_FILE] * 2 + [HISTORY_FILE, STATE_FILE]
-    )
-    resumed = train([AdaccCallback(**lossless)], resume=str(folder / "checkpoint-3"), **SAVING)
-    resumed.assert_equals(train(**{**SAVING, "save_strategy": "no"}))
 
 
 class FullDisk(TrainerCallback):
@@ -236,20 +204,6 @@ def test_a_checkpoint_upon_sigterm_has_the_policy(
     resumed = AdaccCallback(**lossless)
     train([resumed], resume=checkpoint, **settings)
     assert resumed.policy.plans == callback.policy.plans
-
-
-def test_a_home_that_cannot_be_written_does_not_end_the_run(make_trainer, tmp_path, monkeypatch, caplog):
-    """Codecs are then not compiled. One line says what to set."""
-    (tmp_path / "home").write_text("a file")
-    for name in ("HOME", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / "home"))
-    _cpu.library.cache_clear()
-    trainer = make_trainer([AdaccCallback(memory_budget=0.8)])
-    trainer.train()
-    _cpu.library.cache_clear()
-    assert trainer.state.global_step == 5
-    (record,) = lines_of(caplog, "XDG_CACHE_HOME to a writable folder")
-    assert record.exc_info is None
 
 
 def test_a_checkpoint_has_nothing_of_an_earlier_run_in_its_folder(train, lossless, tmp_path, late_policy):

@@ -52,58 +52,6 @@ def test_codecs_that_degrade_gradients_are_switched_off_and_healthy_ones_stay(to
     assert codecs == [["int8", None], ["int8", "outlier_int4"]]
 
 
-def lossy_codecs(callback):
-    """Return the activations that the run's last policy compresses with loss, with the codec of each."""
-    kind = callback.profile.kinds[0]
-    lossless = {option.codec for value in kind.values for option in value.codecs if option.lossless}
-    choices = [item for plan in callback.policy.plans for item in plan.choices]
-    lossy = [(v, choice.codec) for v, choice in choices if choice.codec not in (None, *lossless)]
-    return {f"GPT2Block.{kind.names[v]}": codec for v, codec in lossy}
-
-
-def compress_all_but_softmax(profile, *_):
-    """Compress everything but attention's softmax, which is recomputed from queries and keys."""
-    softmax = {value.index for value in profile.kinds[0].values if value.role == "softmax"}
-    plans = [
-        replace(plan, choices=tuple((v, RECOMPUTE if v in softmax else choice) for v, choice in plan.choices))
-        for plan in uniform_policy(profile, "compress").plans * len(profile.blocks)
-    ]
-    return policy_of_plans(profile, plans)
-
-
-@pytest.mark.parametrize(
-    ("attention", "factor", "culprits"),
-    [("sdpa", 20.0, ["attn.c_attn:addmm"]), ("eager", 30.0, ["attn:clone", "attn:clone#2"])],
-    ids=["sdpa", "eager"],
-)
-def test_sharp_attention_ends_the_codecs_of_queries_and_keys_alone(
-    make_trainer, make_model, sharpen, monkeypatch, attention, factor, culprits
-):
-    """The backward of fused attention recomputes the softmax. The profile was taken before attention became sharp, and
-    could not show this error."""
-    monkeypatch.setattr(fit_module, "solve_policy", compress_all_but_softmax)
-    callback_before = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0)
-    sharp_callback = AdaccCallback(min_compress_bytes=1024, memory_budget=1.0)
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    for callbacks in ([callback_before], [sharp_callback, sharpen(factor)]):
-        model = make_model(attn_implementation=attention, **dropout)
-        make_trainer(callbacks, model=model, max_steps=12).train()
-    (guard,) = [event for event in sharp_callback.history if event["event"] == "guard"]
-    gradient_errors = {
-        event["step"]: event["gradient_error"] for event in sharp_callback.history if event["event"] == "tracking"
-    }
-    assert guard["step"] == 8
-    assert list(gradient_errors) == [2, 4, 8, 9, 10, 12], (
-        "the step after the switch finds no further error, and tracking starts over"
-    )
-    assert [step for step, error in gradient_errors.items() if error > DEGRADED_ERROR] == [8]
-    codecs_before, codecs_after = lossy_codecs(callback_before), lossy_codecs(sharp_callback)
-    ended = sorted(name for name in codecs_before if name not in codecs_after)
-    assert set(culprits) <= {name.partition("GPT2Block.")[2] for name in ended}
-    assert len(ended) <= 2, "of queries, keys and what attention makes of them"
-    assert all(f"{name} ({codecs_before[name]})" in guard["verdict"] for name in ended)
-
-
 def recompute_what_is_not_compressed(profile, *_):
     """Compress everything, and recompute queries, keys and values where they must not be compressed."""
     kind = profile.kinds[0]

@@ -175,20 +175,6 @@ def test_a_skipped_batch_is_no_error_but_an_update_without_a_forward_is_one(make
     assert session.is_closed
 
 
-def test_a_call_that_differs_ends_an_own_loop_at_the_end_of_its_micro_batch(make_model):
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = attributes(model)
-    session = AdaccSession(model, optimizer, **COVERED)
-    mask = torch.ones(4, 32, dtype=torch.long)
-    step(session, model, optimizer, {**batch_of(32), "attention_mask": mask.clone()})
-    mask[0, 30:] = 0
-    with pytest.raises(UncoveredBlockError, match="other operators"), session.step(), session.micro_batch():
-        model(**batch_of(32), attention_mask=mask).loss.backward()
-    assert session.is_closed
-    assert attributes(model) == before
-
-
 def test_fallbacks_are_allowed_by_default():
     fallbacks = Fallbacks()
     fallbacks.add("new data", "h.0")

@@ -1,15 +1,11 @@
-"""AdaccSession in Accelerate's loops, and with two gloo ranks under DDP. This file is also the script that the ranks
-run."""
+"""AdaccSession in Accelerate's loops."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
@@ -67,57 +63,3 @@ def test_a_loop_by_accelerate_trains_as_plainly(make_model, precision):
     assert session.policy.action_counts()["recompute"] > 0
     if precision == "bf16":
         assert any(value.dtype == "bfloat16" for kind in session.profile.kinds for value in kind.values)
-
-
-def by_ddp(toys: Any, has_session: bool) -> tuple[list[float], Any, AdaccSession | None]:
-    model = toys.tiny_model().train()
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    torch.manual_seed(1)
-    session = AdaccSession(wrapped, optimizer, **HALF) if has_session else None
-    losses = []
-
-    def step(batch: dict[str, torch.Tensor]) -> None:
-        loss = wrapped(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-
-    for batch in batches_of(4, dist.get_rank()):
-        if session is None:
-            step(batch)
-            continue
-        with session.step(batch):
-            step(batch)
-    if session is not None:
-        session.close()
-    return losses, model, session
-
-
-def run_rank(folder: Path) -> None:
-    import trainer_builders as toys
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    plain_losses, plain, _ = by_ddp(toys, has_session=False)
-    losses, model, session = by_ddp(toys, has_session=True)
-    results = {
-        "equal": losses == plain_losses
-        and all(map(torch.equal, model.state_dict().values(), plain.state_dict().values())),
-        "policy": session.policy.digest,
-        "recomputed": session.policy.action_counts()["recompute"],
-    }
-    toys.write_rank_results(folder, results)
-
-
-def test_ranks_of_a_loop_follow_one_policy(run_two_ranks) -> None:
-    first, second = run_two_ranks(__file__)
-    assert first["equal"]
-    assert second["equal"]
-    assert first["policy"] == second["policy"]
-    assert first["recomputed"] > 0
-
-
-if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]))

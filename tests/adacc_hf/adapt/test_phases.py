@@ -7,15 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from run_builders import InOrder, failing, run_lengths
-from transformers import Trainer, ViTConfig, ViTForImageClassification
+from transformers import Trainer
 
-from adacc_hf import AdaccCallback, AdaccConfig, AdaccSession, profile_model
+from adacc_hf import AdaccCallback, AdaccConfig
 from adacc_hf.adapt import phases
 from adacc_hf.adapt.phases import MOST_STEPS, FullRecompute, skipped_on_any_rank
 from adacc_hf.artifacts.errors import UncalledBlocksError
 from adacc_hf.artifacts.units import format_bytes
-from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.solve.solver import least_policy
 
 
 def run_out_of_memory(make_trainer, callback):
@@ -48,32 +46,6 @@ def test_the_table_has_the_policy_of_the_failed_size(make_trainer, lossless, cap
     (table,) = [record.getMessage() for record in caplog.records if "when it ran out" in record.getMessage()]
     (longer,) = [event for event in callback.history if event.get("reason", "").startswith("for batches of")]
     assert f"{format_bytes(longer['peak_bytes'])}" in table
-
-
-def test_images_follow_their_policy_from_the_first_step():
-    """Parts of a batch of images differ only in the number of samples. Two parts are profiled, too few to predict a
-    record of the whole batch, which the first step therefore makes."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = ViTConfig(image_size=32, patch_size=4, num_labels=4, **sizes)
-    batch = {"pixel_values": torch.randn(8, 3, 32, 32), "labels": torch.arange(8) % 4}
-    profile = profile_model(
-        ViTForImageClassification(config).train(), batch, AdaccConfig(actions=("retain", "recompute"))
-    )
-    plain, least = uniform_policy(profile, "retain").predicted_peak_bytes, least_policy(profile).predicted_peak_bytes
-    model = ViTForImageClassification(config).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = AdaccSession(
-        model, optimizer, actions=("retain", "recompute"), memory_budget=least + (plain - least) // 2
-    )
-    for _ in range(3):
-        with session.step(batch):
-            model(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    events = [event["event"] for event in session.history]
-    session.close()
-    assert "fallback" not in events
-    assert events.count("policy") == 1
 
 
 @pytest.mark.parametrize("skipped", [(0,), (0, 1, 2), (3,)], ids=str)

@@ -40,23 +40,6 @@ def test_a_cpu_has_one_batch_before_a_step_and_none_ahead(device, num_batches):
 LOSSLESS = {"actions": ("retain", "recompute"), "head": "plain"}
 
 
-def test_steps_of_other_optimizers_are_seen_while_they_are_watched():
-    parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    parameter.grad = torch.ones(3)
-    for own, expected in ((optimizer, False), (None, True)):
-        profiler = RunProfiler(AdaccConfig(), TrainingLoop(), own)
-        optimizer.step()
-        profiler.watch_steps()
-        assert not profiler.has_inner_steps
-        optimizer.step()
-        assert profiler.has_inner_steps == expected
-        profiler.ignore_steps()
-        profiler.has_inner_steps = False
-        optimizer.step()
-        assert not profiler.has_inner_steps
-
-
 class SteppingTrainer(Trainer):
     """Trainer that fills gradient buckets in backward and steps its own optimizer after backward, like DeepSpeed."""
 

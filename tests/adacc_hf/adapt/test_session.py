@@ -16,7 +16,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 from adacc_hf import AdaccConfig, AdaccSession, remove_policy
 from adacc_hf.adapt import session as session_module
 from adacc_hf.adapt.policy_phases import AdaptivePhase
-from adacc_hf.adapt.session import SessionAdapter
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING
@@ -234,11 +233,6 @@ def test_training_is_plain_training(step):
     assert run.session.state.loop.num_micro == (2 if step in IN_MICRO_BATCHES else 1)
 
 
-@pytest.mark.parametrize("step", [one_step, alternating])
-def test_a_budget_that_everything_fits_leaves_training_plain(step):
-    assert train_as_plain(step, BATCHES[:6], memory_budget="auto", **LOSSLESS).session.policy.is_plain
-
-
 def test_gradients_that_the_loop_keeps_count():
     run = train_as_plain(by_closure, BATCHES[:3], memory_budget="1GiB", **LOSSLESS)
     known = [*run.model.parameters(), BATCHES[0]["input_ids"]]
@@ -409,17 +403,6 @@ def test_a_session_shows_its_settings_and_its_policy():
     train_on(session, model, optimizer, BATCHES[:1])
     session.close()
     assert repr(session).startswith("<AdaccSession on GPT2LMHeadModel (closed), AdaccConfig(memory_budget=0.5): 3 bl")
-
-
-def test_an_adapter_is_shown_with_its_settings_and_its_policy():
-    adapter = SessionAdapter(None, None, {"memory_budget": 0.5, "head": "plain"})
-    assert repr(adapter) == "SessionAdapter(memory_budget=0.5, head='plain')"
-
-    class WithPolicy(SessionAdapter):
-        policy = SimpleNamespace(describe=lambda: "4 blocks")
-
-    assert repr(WithPolicy(adapter.config, None, {})) == "<WithPolicy(memory_budget=0.5, head='plain'): 4 blocks>"
-    assert repr(SessionAdapter(None, None, {})) == "SessionAdapter()"
 
 
 def test_figures_are_those_of_the_callback(tmp_path):

@@ -26,7 +26,7 @@ from adacc_hf.adapt.tracking import MIN_LOSSES, WINDOW, LossHistory, Tracking, g
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RETAIN
 from adacc_hf.run.policy_handle import PolicyHandle
-from adacc_hf.solve.simple_policies import policy_of_plans, uniform_policy
+from adacc_hf.solve.simple_policies import uniform_policy
 
 NORM = "GPT2Block.ln_2:native_layer_norm"
 """The input of c_fc, where outliers are planted by the norm's bias."""
@@ -150,25 +150,6 @@ def test_outliers_that_appear_and_vanish_change_counts_prices_and_policy(model, 
         # A raw channel takes 4 bytes for each of 4 x 32 tokens, and 4 for its index.
         assert repriced_option.nbytes == option.nbytes + len(channels) * (4 * 32 * 4 + 4)
         assert dict(repriced_option.options)["num_outliers"] == len(channels)
-
-
-def test_outliers_that_burst_the_budget_change_the_actions(model, batch):
-    session = Session(model, batch, COMPRESS, policy=compress_all_but_the_wide)
-    stored_bytes = session.policy.predicted_stored_bytes
-    plant(model, range(4))
-    _, change = session.track(stored_bytes / session.profile.plain_stored_bytes)
-    assert "over budget: the old actions need " in change["reason"]
-    assert session.policy.predicted_stored_bytes <= stored_bytes
-
-
-def compress_all_but_the_wide(profile):
-    """Return a policy that compresses all but the MLP's inner activations, which the solver may still compress."""
-    wide = {value.index for value in profile.kinds[0].activations if value.shape[-1] == 256}
-    plans = [
-        replace(plan, choices=tuple((v, RETAIN if v in wide else choice) for v, choice in plan.choices))
-        for plan in compress_all(profile).plans * len(profile.blocks)
-    ]
-    return policy_of_plans(profile, plans)
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["fits", "bursts"])
