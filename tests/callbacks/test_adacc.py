@@ -1,13 +1,9 @@
 """AdaccCallback: sources of its policy, log entries and reports, settings that it refuses, and mistakes of users."""
 
 import pytest
-import torch
-from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback, AdaccConfig
-from adacc_hf.adapt.policy_phases import FixedPolicyPhase
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
-from adacc_hf.torch_glue.compat import switch_checkpointing
 
 
 @pytest.fixture
@@ -51,32 +47,6 @@ def test_a_function_of_the_profile_makes_the_policy(train):
     assert callback.policy == uniform_policy(callback.profile, "recompute")
 
 
-class ReferencePass(TrainerCallback):
-    """Callback that acts as TRL's pass of a reference model: checkpointing off, a forward, checkpointing on again."""
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        switch_checkpointing(model, on=False)
-        with torch.no_grad():
-            model(torch.arange(6)[None])
-        switch_checkpointing(model, on=True)
-
-
-def test_switching_checkpointing_off_and_on_keeps_the_policy(train, lossless):
-    class CountCalls(TrainerCallback):
-        calls: tuple[int, ...] = ()
-
-        def on_step_end(self, args, state, control, **kwargs):
-            if isinstance(callback.session.phase, FixedPolicyPhase):
-                functions = callback.session.phase.handle.installation.blocks.values()
-                self.calls += (sum(function.num_calls for function in functions),)
-
-    callback, count = AdaccCallback(**lossless), CountCalls()
-    run = train([callback, ReferencePass(), count], max_steps=6)
-    # The policy is set after the first step. Each later step calls each of the two blocks once.
-    assert count.calls == (0, 2, 4, 6, 8, 10)
-    run.assert_equals(train([ReferencePass()], max_steps=6))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -96,20 +66,6 @@ def test_other_arguments_are_refused(arguments, message):
 def test_a_function_that_makes_no_policy_is_named(train):
     with pytest.raises(ValueError, match=r"policy=\.\.\. is a function that returned None: let it return a Policy"):
         train([AdaccCallback(policy=lambda profile: None)])
-
-
-def test_the_folder_of_a_run_is_taken_as_its_policy(train, lossless, tmp_path):
-    """As `adacc explain` takes it."""
-    first = AdaccCallback(**lossless)
-    train([first])
-    second = AdaccCallback(policy=tmp_path / "run")
-    train([second])
-    assert second.policy == first.policy
-
-
-def test_a_folder_without_a_policy_is_named(train, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no policy file, adacc_policy\.json: pass the folder of a run"):
-        train([AdaccCallback(policy=tmp_path)])
 
 
 def test_one_callback_given_twice_trains_as_if_given_once(train, lossless):

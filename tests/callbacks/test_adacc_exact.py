@@ -101,13 +101,3 @@ def test_a_faster_head_is_all_that_changes_where_everything_fits(train, heads_ta
     lossless = AdaccCallback(memory_budget=1.0, actions=("retain", "recompute"))
     train([lossless]).assert_equals(plain)
     assert lossless.policy.is_plain
-
-
-def test_compression_changes_the_run_and_keeps_it_close(train):
-    callback = AdaccCallback(memory_budget=0.35, actions=("retain", "compress"), min_compress_bytes=0)
-    run = train([callback])
-    plain = train()
-    assert callback.policy.action_counts()["compress"] > 0
-    assert run.losses != plain.losses
-    # The loss changes by about 0.1 in 5 steps. INT4's gradient error of about 0.1 may change a tenth of that.
-    assert run.losses == pytest.approx(plain.losses, abs=0.02)

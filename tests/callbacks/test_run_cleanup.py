@@ -4,7 +4,6 @@ import re
 from queue import SimpleQueue
 
 import pytest
-import torch
 from transformers import Trainer, TrainerCallback
 
 from adacc_hf import AdaccCallback, InfeasibleBudgetError
@@ -197,19 +196,6 @@ def test_an_infeasible_budget_is_raised_from_train_and_leaves_the_model_clean(ma
     plain.train()
     assert f"least possible is {error_info.value.smallest_budget_bytes} bytes" in str(error_info.value)
     assert_same_traces(traces(trainer), traces(plain))
-
-
-def test_the_model_can_be_saved_whole_under_a_policy(make_trainer, lossless, tmp_path):
-    class SaveModel(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 4:
-                torch.save(model.transformer, tmp_path / "model.pt")
-
-    trainer = make_trainer([AdaccCallback(**lossless), SaveModel()])
-    trainer.train()
-    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    ids = torch.arange(8)[None]
-    assert loaded.eval()(ids).last_hidden_state.shape == (1, 8, 64)
 
 
 def test_training_that_goes_on_without_the_callback_is_warned_of_once(make_trainer, lossless, caplog):

@@ -7,7 +7,6 @@ import torch
 from run_builders import InOrder
 
 from adacc_hf import AdaccCallback
-from adacc_hf.adapt import phases as profiling
 from adacc_hf.eval.zoo.configs import architectures
 from adacc_hf.eval.zoo.language import IMAGE_TOKEN, PATCH_VALUES
 
@@ -115,30 +114,8 @@ def test_images_of_other_sizes_are_exact_and_get_policies_of_their_own(assert_eq
     assert all("pixel_values" in reason for reason in reasons[1:])
 
 
-def test_sounds_of_other_lengths_have_policies_of_their_own(assert_equal_to_plain):
-    """Wav2Vec2's batches have no mask, so that no tensor marks them as sounds. Two sizes more are recorded."""
-    longest = TABLE["wav2vec2"].make_batch(0)
-    sounds = [longest, longest] + [{**longest, "input_values": longest["input_values"][:, :-n]} for n in (1, 30, 7, 60)]
-    callback = assert_equal_to_plain(TABLE["wav2vec2"].build, sounds)
-    assert callback.history[0]["step"] == 1
-    (fallback,) = (event for event in callback.history if event["event"] == "fallback")
-    assert fallback["fallback_steps"] == 2
-
-
 def test_the_policy_waits_for_a_batch_that_calls_every_block(assert_equal_to_plain):
     images = [two_images(seed, SMALL, WIDE) for seed in range(4)]
     batches = [without_images(images[0]), without_images(images[1]), *images]
     callback = assert_equal_to_plain(TABLE["qwen2_vl"].build, batches)
     assert callback.history[0]["step"] == 3
-
-
-def test_without_any_image_it_says_what_to_set(run, lossless, monkeypatch, caplog):
-    monkeypatch.setattr(profiling, "MOST_STEPS", 2)
-    batches = [without_images(two_images(seed, SMALL, SMALL)) for seed in range(6)]
-    for settings, first_step in (({}, 4), ({"block_classes": ("Qwen2VLDecoderLayer",)}, 1)):
-        caplog.clear()
-        callback = AdaccCallback(**lossless, **settings)
-        run(TABLE["qwen2_vl"].build(), batches, [callback])
-        assert callback.history[0]["step"] == first_step
-        # The setting that the warning suggests avoids the warning.
-        assert ("calls, AdaccConfig(block_classes=('Qwen2VLDecoderLayer',))" in caplog.text) == (not settings)
