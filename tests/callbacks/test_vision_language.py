@@ -5,6 +5,7 @@ from operator import itemgetter
 import pytest
 import torch
 from run_builders import InOrder
+from trainer_builders import Run
 
 from adacc_hf import AdaccCallback
 from adacc_hf.eval.zoo.configs import architectures
@@ -58,37 +59,26 @@ def adapted(model):
 
 
 @pytest.fixture
-def run(make_trainer):
-    """Return `run(model, batches, callbacks)`, which returns the losses, and the parameters after one step on each
-    batch."""
-
-    def train(model, batches, callbacks):
-        trainer = make_trainer(
-            callbacks,
-            model=model,
-            trainer_class=InOrder,
-            max_steps=len(batches),
-            per_device_train_batch_size=1,
-            remove_unused_columns=False,
-        )
-        trainer.train_dataset, trainer.data_collator = batches, itemgetter(0)
-        trainer.train()
-        return [log["loss"] for log in trainer.state.log_history if "loss" in log], model.state_dict()
-
-    return train
-
-
-@pytest.fixture
-def assert_equal_to_plain(run, lossless):
-    """Return `assert_equal_to_plain(make_model, batches)`, which trains with and without the callback and returns the
-    callback."""
+def assert_equal_to_plain(make_trainer, lossless):
+    """Return `assert_equal_to_plain(make_model, batches)`, which trains one step on each batch, with and without the
+    callback, and returns the callback."""
 
     def compare(make_model, batches):
+        def run(*callbacks):
+            trainer = make_trainer(
+                list(callbacks),
+                model=make_model(),
+                trainer_class=InOrder,
+                max_steps=len(batches),
+                per_device_train_batch_size=1,
+                remove_unused_columns=False,
+            )
+            trainer.train_dataset, trainer.data_collator = batches, itemgetter(0)
+            trainer.train()
+            return Run(trainer, trainer.state.log_history)
+
         callback = AdaccCallback(**lossless)
-        losses, state = run(make_model(), batches, [callback])
-        plain_losses, plain_state = run(make_model(), batches, [])
-        assert losses == plain_losses
-        assert not [name for name, tensor in plain_state.items() if not torch.equal(tensor, state[name])]
+        run(callback).assert_equals(run())
         return callback
 
     return compare
