@@ -8,7 +8,7 @@ import pytest
 import text_data
 import torch
 from datasets import Dataset, IterableDataset
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from text_data import (
     TextData,
@@ -116,13 +116,6 @@ def test_split_is_by_document_and_ignores_order(texts: list[str], random):
     assert len(validation) == max(1, round(text_data.VALIDATION_FRACTION * len(texts)))
     again = split_by_document(Dataset.from_dict({"text": random.sample(texts, len(texts))}))
     assert set(again[1]["text"]) == set(validation["text"])
-
-
-# The fixture is only read, so that one instance can serve every example.
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.text())
-def test_every_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerBase, text: str):
-    assert tokenizer.decode(tokenizer(text, split_special_tokens=True)["input_ids"]) == text
 
 
 def test_labels_are_the_inputs_in_their_own_storage():

@@ -167,19 +167,6 @@ def test_a_failure_is_told_and_tried_again(tmp_path: Path) -> None:
     assert list(again.commands) == ["loss"]
 
 
-def test_a_cut_run_goes_on_with_the_runner_that_is_missing(tmp_path: Path) -> None:
-    killed = Runners()
-
-    def dies_at_peers(command: Sequence[str]) -> int:
-        return killed(["eval", "killed"]) if command[1] == "peers" else killed(command)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, dies_at_peers, "--runners", "loss", "peers", "longest")
-    again = Runners()
-    assert run(tmp_path, again, "--runners", "loss", "peers", "longest") == 0
-    assert list(again.commands) == ["peers", "longest"]
-
-
 def test_a_record_off_its_schema_is_a_fault_of_its_runner_alone(tmp_path, monkeypatch):
     def check(record: dict) -> None:
         if record["run_info"]["runner"] == "max_batch":
