@@ -126,12 +126,6 @@ def test_quantized_weights_need_adapters_on_one_device() -> None:
         workload(LLAMA, "fp32", None, Quantization())
 
 
-def test_lora_trains_little(plan):
-    full_plan, lora = plan(), plan("--peft", "lora")
-    assert lora["static"]["gradients_bytes"] < 0.1 * full_plan["static"]["gradients_bytes"]
-    assert lora["static"]["parameters_bytes"] > full_plan["static"]["parameters_bytes"]
-
-
 def test_adapters_have_the_rank_and_the_layers_asked_for(plan):
     options = ["--peft", "lora"]
     one = plan(*options, "--lora-rank", "4", "--lora-targets", "c_attn")["static"]["gradients_bytes"]

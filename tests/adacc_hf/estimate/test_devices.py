@@ -2,7 +2,6 @@
 
 import pytest
 
-from adacc_hf.estimate import devices
 from adacc_hf.estimate.devices import NAMES, find_device, measure_cpu
 
 
@@ -26,11 +25,6 @@ def test_a_v100_has_no_bfloat16():
     assert "bfloat16" not in find_device("v100").flops
 
 
-def test_an_unknown_device_is_refused_with_the_names():
-    with pytest.raises(ValueError, match=r"--device=b200 is not in the table .*: choose from h100, .*, cpu, and"):
-        find_device("b200")
-
-
 def test_the_cpu_is_measured_once_by_its_times(monkeypatch):
     """A copy reads and writes 64 MiB, and a product of 1024 x 1024 matrices takes 2 * 1024^3 operations."""
     measured_ms = []
@@ -52,7 +46,3 @@ def test_the_cpu_is_measured_once_by_its_times(monkeypatch):
     assert device.flops == {"float32": 2 * 1024**3 / 4e-3, "bfloat16": 2 * 1024**3 / 4e-3}
     assert (device.launch_ms, device.trace) == (4.0, "cpu")
     assert device.memory_bytes > 2**28
-
-
-def test_names_are_unique():
-    assert len(set(devices.NAMES)) == len(devices.NAMES)

@@ -57,21 +57,6 @@ def test_sequence_length_defaults_to_the_context():
     assert checked_seq_len(4096, BloomConfig()) == 4096
 
 
-@pytest.mark.parametrize(
-    ("seq_len", "config", "message"),
-    [
-        (49, GPT2Config(n_positions=48), r"--seq_len=49 is outside its range \(2 to 48, the model's context\)"),
-        (1, GPT2Config(n_positions=48), r"--seq_len=1 is outside its range \(2 to 48"),
-        (1, BloomConfig(), r"--seq_len=1 is outside its range \(at least 2\)"),
-        (None, BloomConfig(), r"--seq_len must be set"),
-    ],
-    ids=["over-context", "no-label", "no-label-unbounded", "unknown-context"],
-)
-def test_sequence_length_out_of_range(seq_len: int | None, config: GPT2Config | BloomConfig, message: str):
-    with pytest.raises(ValueError, match=message):
-        checked_seq_len(seq_len, config)
-
-
 def test_a_configuration_with_a_wrong_value_is_named(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_embd": "wide"}')
     with pytest.raises(ValueError, match=r"--model=.* has a configuration with an invalid value: .*n_embd"):

@@ -27,16 +27,6 @@ def test_settings_narrow_the_candidates(tiny_gpt2, token_batch, config, codecs):
     assert priced == codecs
 
 
-def test_small_activations_are_never_compressed(tiny_gpt2, token_batch):
-    floor = 4096
-    profile = profile_model(tiny_gpt2(), token_batch(), AdaccConfig(min_compress_bytes=floor))
-    sizes = {bool(v.codecs): [] for v in profile.kinds[0].activations}
-    for value in profile.kinds[0].activations:
-        sizes[bool(value.codecs)].append(value.nbytes)
-    assert min(sizes[True]) >= floor
-    assert min(sizes[False]) < floor
-
-
 def test_outlier_channels_of_a_block_input_are_kept(toy_model, toy_batch, monkeypatch):
     """Outlier channels of a block input are kept, even if autograd does not save it: replay may start there."""
     model = toy_model(lambda block, hidden: hidden + block.down((2 * hidden).tanh()), num_blocks=2)

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.artifacts.errors import NoBlocksError
 from adacc_hf.price import profiler
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.memory import forward_loss
@@ -81,23 +80,6 @@ def test_a_batch_that_is_no_dict_is_refused(tiny_gpt2, batch, problem):
     )
 
 
-def test_a_model_without_blocks_is_refused():
-    with pytest.raises(NoBlocksError, match="Linear has no repeated blocks"):
-        profile_model(nn.Linear(2, 2), {"x": torch.zeros(1, 2)})
-
-
-def test_the_optimizers_state_is_static_memory(tiny_gpt2, token_batch):
-    model, batch = tiny_gpt2(), token_batch()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(**batch).loss.backward()
-    optimizer.step()
-    model.zero_grad(set_to_none=True)
-    without, with_state = profile_model(model, batch, CONFIG), profile_model(model, batch, CONFIG, optimizer)
-    parameters = sum(p.nbytes for p in model.parameters())
-    counts = 4 * len(list(model.parameters()))
-    assert with_state.static_bytes - without.static_bytes == 2 * parameters + counts
-
-
 def test_no_grad_outside_does_not_matter(tiny_gpt2, token_batch, gpt2_profile):
     with torch.no_grad():
         profile = profile_model(tiny_gpt2(layers=3), token_batch(), CONFIG)
@@ -140,11 +122,6 @@ def test_without_a_loss_the_error_names_both_ways(tiny_gpt2, token_batch):
     batch = {"input_ids": token_batch()["input_ids"]}
     with pytest.raises(ValueError, match=r"add the labels to the batch, or.*compute_loss="):
         profile_model(tiny_gpt2(), batch, CONFIG)
-
-
-def test_an_output_without_a_loss_attribute():
-    with pytest.raises(ValueError, match="returns no loss"):
-        forward_loss(torch.nn.Linear(2, 2), {"input": torch.ones(1, 2)})
 
 
 def test_a_profile_of_a_block_that_keeps_its_activations(toy_model, toy_batch):

@@ -2,7 +2,6 @@
 
 from itertools import combinations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,19 +50,8 @@ def test_no_division_of_the_sorted_samples_takes_less_time(lengths, limit, fixed
     assert total(plan_step(lengths, cost)) == min(map(total, regular))
 
 
-def test_a_plan_depends_on_the_lengths_alone():
-    lengths = [(5,), (3,), (5,), (9,)]
-    assert plan_step(lengths, cost_within(20)) == plan_step(lengths, cost_within(20))
-
-
 def test_samples_of_equal_length_are_not_padded():
     lengths = [(30,), (2,), (30,), (2,), (2,)]
     groups = plan_step(lengths, cost_within(1000, fixed=1))
     assert padding(groups, lengths) == (66, 66)
     assert padding([range(5)], lengths) == (66, 150)
-
-
-@pytest.mark.parametrize(("num_samples", "expected"), [(5, [5]), (8, [8])])
-def test_all_samples_of_a_step_may_be_one_micro_batch(num_samples, expected):
-    groups = plan_step([(4,)] * num_samples, cost_within(1000))
-    assert [len(group) for group in groups] == expected

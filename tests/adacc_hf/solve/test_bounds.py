@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profile_builders import SLOW_EXAMPLES, every_outcome_of
 
-from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.memory_simulator import simulate
 from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
@@ -34,16 +33,6 @@ def test_the_least_peak_lies_between_the_bound_and_simple_policies(profiles, dat
     assert bound <= min(peaks) <= floor
     simple = [uniform_policy(profile, "retain"), checkpoint_policy(profile)]
     assert floor <= min(policy.predicted_peak_bytes for policy in simple)
-
-
-def test_the_least_peak_is_that_of_the_head_that_needs_least(gpt2_like_profile, add_chunked_head):
-    profile = add_chunked_head(gpt2_like_profile(num_blocks=1), saved_bytes=1 << 30)
-    floors = {}
-    for head in ("plain", "chunked", "auto"):
-        with pytest.raises(InfeasibleBudgetError) as error:
-            solve_policy(profile, 1, AdaccConfig(head=head))
-        floors[head] = error.value.smallest_budget_bytes
-    assert floors["auto"] == floors["chunked"] < floors["plain"]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

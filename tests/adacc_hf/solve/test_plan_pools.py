@@ -73,21 +73,6 @@ def test_times_do_not_change_the_least_peak(profiles, data):
     assert solve_policy(other, least_bytes).predicted_peak_bytes <= least_bytes
 
 
-@pytest.mark.parametrize("actions", [("retain", "recompute"), ("retain", "compress", "recompute")])
-def test_times_do_not_change_the_least_peak_of_gpt2(gpt2_like_profile, actions):
-    profile, config = (
-        without_large_head(gpt2_like_profile(num_blocks=3, attention="eager")),
-        AdaccConfig(actions=actions),
-    )
-    least_bytes = least_bytes_of(profile, config)
-    for seed in range(3):
-        other = with_other_times(profile, seed)
-        assert least_bytes_of(other, config) == least_bytes
-        assert solve_policy(other, least_bytes, config).predicted_peak_bytes <= least_bytes
-        with pytest.raises(InfeasibleBudgetError):
-            solve_policy(other, least_bytes - 1, config)
-
-
 def test_a_policy_with_the_least_peak_has_measured_times(gpt2_like_profile):
     """The overhead of a policy that was found with prices in bytes is in ms, and grows with the measured times."""
     profile = without_large_head(gpt2_like_profile(num_blocks=3))
