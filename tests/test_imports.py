@@ -1,7 +1,6 @@
 """Imports of the package: loaded modules, shadowed packages, and the order of the folders."""
 
 import ast
-import importlib.util
 import os
 import re
 import subprocess
@@ -34,21 +33,6 @@ TORCH_FREE = (
 )
 
 # Substitute for Hugging Face's `kernels` package: any name can be imported, every decorator is the identity.
-FAKE_KERNELS = """
-class AnyMeta(type):
-    def __getattr__(cls, name):
-        return cls()
-
-class Any(metaclass=AnyMeta):
-    def __init__(self, *args, **kwargs): ...
-    def __call__(self, target=None, *args, **kwargs): return target
-    def __or__(self, other): return self
-
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return Any
-"""
 
 
 def run_python(code: str, *, cwd: Path, **environment: str) -> str:
@@ -114,30 +98,6 @@ def test_every_public_name_resolves_without_a_device(tmp_path: Path) -> None:
 def test_folder_stays_a_namespace(folder: str) -> None:
     """With an `__init__.py`, ./kernels would hide Hugging Face's package and tests/ would put the root on sys.path."""
     assert not (ROOT / folder / "__init__.py").exists()
-
-
-@pytest.mark.parametrize("present", [False, True], ids=["hf-kernels-absent", "hf-kernels-present"])
-def test_trainer_imports_from_the_repository_root(tmp_path: Path, present: bool) -> None:
-    installed = importlib.util.find_spec("kernels")
-    if not present and installed is not None and installed.origin is not None:
-        pytest.skip("Hugging Face's kernels package is installed: only the other case can be tried")
-    if present:
-        (tmp_path / "kernels").mkdir()
-        (tmp_path / "kernels" / "__init__.py").write_text(FAKE_KERNELS)
-        from transformers.utils.import_utils import KERNELS_MIN_VERSION  # each release takes others
-
-        (tmp_path / f"kernels-{KERNELS_MIN_VERSION}.dist-info").mkdir()
-        (tmp_path / f"kernels-{KERNELS_MIN_VERSION}.dist-info" / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n"
-        )
-    code = (
-        "from transformers import Trainer\n"
-        "from transformers.utils.import_utils import is_kernels_available\n"
-        "import kernels, adacc_hf.kernels.codecs\n"
-        "print(is_kernels_available(), kernels.__file__)"
-    )
-    expected = f"True {tmp_path / 'kernels' / '__init__.py'}" if present else "False None"
-    assert run_python(code, cwd=ROOT, PYTHONPATH=str(tmp_path)) == expected
 
 
 def test_solving_side_imports_no_torch() -> None:

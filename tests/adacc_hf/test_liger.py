@@ -11,14 +11,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from model_builders import gradients_of
 from torch.utils._python_dispatch import _disable_current_modes
 
-from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf import apply_policy
 from adacc_hf.solve.simple_policies import uniform_policy
-from adacc_hf.solve.solver import least_policy
-from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import measure_step
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -95,29 +91,3 @@ def test_training_is_exact_and_stores_what_is_predicted(model, token_batch, asse
             model(**batch).loss.backward()
             model.zero_grad(set_to_none=True)
             assert measure_step(model, batch).stored_bytes == policy.predicted_stored_bytes
-
-
-@interpreted
-def test_the_least_peak_is_no_higher_than_checkpointings(liger, tiny_llama, token_batch):
-    """The least peak is no higher than torch's checkpoint's."""
-    model, batch = tiny_llama(layers=4), token_batch(1, 16)
-    liger(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model)
-
-    def peak():
-        gradients_of(model, batch)
-        memory = measure_step(model, batch)
-        return memory.peak_bytes - memory.static_bytes
-
-    exact, plain = gradients_of(model, batch), peak()
-    switch_checkpointing(model, True)
-    assert all(map(torch.equal, gradients_of(model, batch), exact))
-    checkpointing = peak()
-    switch_checkpointing(model, False)
-    policy = least_policy(profile_model(model, batch), AdaccConfig(actions=("retain", "recompute")))
-    with apply_policy(model, policy):
-        for _ in range(2):
-            assert all(map(torch.equal, gradients_of(model, batch), exact))
-        ours = peak()
-    print(f"\nplain {plain:,}, torch's checkpoint {checkpointing:,}, least {ours:,} bytes of a step")
-    print(f"{ours / checkpointing:.3f} of torch's checkpoint")
-    assert ours <= checkpointing

@@ -181,17 +181,6 @@ def test_weights_frozen_and_freed_in_mid_training(tiny_gpt2, padded_batch, asser
     assert_same_training(lambda: freeze(tiny_gpt2(), first == "frozen"), padded_batch(12), loop, num_policies=1)
 
 
-def test_another_attention_in_mid_training(tiny_gpt2, padded_batch, assert_same_training):
-    """Another attention implementation runs operators without a plan. All recomputable values are recomputed there."""
-
-    def loop(model):
-        for attention in ("sdpa", "eager", "sdpa"):
-            model.set_attn_implementation(attention)
-            yield from training([padded_batch(12, seed) for seed in range(3)])(model)
-
-    assert_same_training(tiny_gpt2, padded_batch(12), loop)
-
-
 def to_4_bits(block):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     for name in ("q_proj", "o_proj"):
@@ -330,65 +319,11 @@ class TestWhatBlocksDo:
             run_steps(model, toy_batch())  # the recorded step, and the step that learns the order of backward
             assert measure_step(model, toy_batch()).peak_bytes == policy.predicted_peak_bytes
 
-    def test_a_block_that_is_not_called_is_refused(self, toy_model, toy_batch):
-        model = calling(toy_model(lambda block, hidden: block.down(block.up(hidden).tanh())), [0])
-        with pytest.raises(ValueError, match=r"layers\.1 first, were not called"):
-            profile_model(model, toy_batch(), CONFIG)
-
     def test_a_custom_operator_is_replayed(self, toy_model, toy_batch, assert_exact, custom_square):
         profile = assert_exact(toy_model(lambda b, h: h + b.down(custom_square(b.up(h)) * 0.5)), toy_batch())
         square_operators = [op for op in profile.kinds[0].operators if "square" in op.name]
         assert square_operators
         assert all(op.replayable for op in square_operators)
-
-    def test_a_quantized_weight_may_be_saved_as_it_is(self, toy_model, toy_batch, assert_exact):
-        """Quanto's quantized weights get another storage when they are detached."""
-
-        def setup(block):
-            codes = torch.randint(-8, 8, (8, 8), dtype=torch.int8)
-            block.weight = torch.nn.Parameter(Quantized(codes, torch.tensor(0.1)), requires_grad=False)
-
-        def forward(block, hidden):
-            return hidden + block.down(QuantizedProduct.apply(block.up(hidden).tanh(), block.weight))
-
-        profile = assert_exact(toy_model(forward, setup=setup), toy_batch())
-        assert all(value.recomputable for value in profile.kinds[0].activations if value.producer is not None)
-
-
-class Quantized(torch.Tensor):
-    """A weight that consists of codes and their scale."""
-
-    @staticmethod
-    def __new__(cls, codes, scale):
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
-
-    def __init__(self, codes, scale):
-        self.codes, self.scale = codes, scale
-
-    def __tensor_flatten__(self):
-        return ["codes", "scale"], None
-
-    @staticmethod
-    def __tensor_unflatten__(parts, _, size, stride):
-        return Quantized(**parts)
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func is not torch.ops.aten.detach.default:
-            raise NotImplementedError(f"{func} takes no Quantized")
-        return Quantized(args[0].codes, args[0].scale)
-
-
-class QuantizedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(weight)
-        return x @ (weight.codes * weight.scale)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (weight,) = ctx.saved_tensors
-        return gradient @ (weight.codes * weight.scale).t(), None
 
 
 def calling(model, order):
