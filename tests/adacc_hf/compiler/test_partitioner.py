@@ -57,19 +57,6 @@ def test_what_forward_hands_over_is_what_was_predicted(train_step, budget, actio
     assert region.stored_bytes <= budget * region.plain_bytes
 
 
-def test_codecs_change_gradients_little_and_results_not_at_all(train_step: Any) -> None:
-    plain = train_step(min_cut_rematerialization_partition)
-    partitioner = _partitioner(0.4, actions=("retain", "compress"))
-    step = train_step(partitioner)
-    (region,) = partitioner.policy.regions
-    assert any(choice.action is Action.COMPRESS for _, choice in region.stored)
-    assert _bytes(step.saved()) == region.stored_bytes
-    assert torch.equal(step.loss, plain.loss)
-    difference = sum(((a - b) ** 2).sum() for a, b in zip(step.gradients, plain.gradients, strict=True)) ** 0.5
-    # INT4 in groups of 64 has an error of 0.1 on normal noise, and each gradient adds up a few of these tensors.
-    assert 0 < difference < 0.3 * sum((g**2).sum() for g in plain.gradients) ** 0.5
-
-
 @pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "step by step"])
 @pytest.mark.parametrize("actions", [("retain", "compress"), ("retain", "compress", "recompute")])
 def test_gradients_of_sharp_attention_come_through_codecs(train_step, is_fused, actions):
@@ -78,9 +65,12 @@ def test_gradients_of_sharp_attention_come_through_codecs(train_step, is_fused, 
     options = {"dropout": 0.0, "is_fused": is_fused, "sharpness": 6.0}
     partitioner = _partitioner(0.01, actions=actions)
     plain, step = train_step(min_cut_rematerialization_partition, **options), train_step(partitioner, **options)
-    assert any(choice.action is Action.COMPRESS for _, choice in partitioner.policy.regions[0].stored)
+    (region,) = partitioner.policy.regions
+    assert any(choice.action is Action.COMPRESS for _, choice in region.stored)
+    assert _bytes(step.saved()) == region.stored_bytes
+    assert torch.equal(step.loss, plain.loss)
     difference = sum(((a - b) ** 2).sum() for a, b in zip(step.gradients, plain.gradients, strict=True)) ** 0.5
-    assert difference < DEGRADED_ERROR * sum((g**2).sum() for g in plain.gradients) ** 0.5
+    assert 0 < difference < DEGRADED_ERROR * sum((g**2).sum() for g in plain.gradients) ** 0.5
 
 
 def test_random_operators_stay_in_forward(train_step: Any) -> None:
