@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("adacc_hf", "callbacks", "kernels", "recipes", "eval")
 
@@ -33,13 +31,6 @@ PARTICIPLES = frozenset(
     )
 )
 """Names that are a bare participle."""
-RETIRED = re.compile(
-    r"\b(ShapePolic(y|ies)|TapeFamily|TapeLibrary|FollowPlan|CompiledPlan|PolicyMaker|WhatRan|ToldPolicies|LoopWatch"
-    r"|step_peak|shape_polic(y|ies)|told_policies|what_ran|price_store|call_inputs|live_bytes\.py|follow_plan)\b"
-)
-"""Names of classes and modules that have the field's names now."""
-KEY = re.compile('"shape_policies"')
-"""A key of checkpoints, which keeps its name."""
 OLD_WORDS = re.compile(
     r"\b(rival_ms|rivals?|descent|held_bytes|spoils?|spoiled|spoiling|fragile|situations?|mistakes|instruments?|drawing"
     r"|remakes?|remade|remaking|restless|strange)\b",
@@ -109,17 +100,6 @@ def test_variables_are_nouns():
         if text.text in PARTICIPLES
     ]
     assert len(bad) <= 20, listed(bad)
-
-
-@pytest.mark.parametrize("folder", [*PRODUCT, "tests", "docs"])
-def test_retired_names_are_gone(folder):
-    bad = []
-    for path in sorted((ROOT / folder).rglob("*")):
-        if path.suffix in (".py", ".md") and path != Path(__file__):
-            lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-            place = path.relative_to(ROOT)
-            bad += [Text(f"{place}:{n}", line) for n, line in lines if RETIRED.search(KEY.sub("", line))]
-    assert not bad, listed(bad)
 
 
 def test_docstrings_use_the_words_of_the_glossary():

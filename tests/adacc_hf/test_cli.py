@@ -41,17 +41,6 @@ def test_explain_with_profile_gives_reasons(files, capsys, monkeypatch) -> None:
     assert "ms for 48.00 MiB; outlier_int4: " in row
 
 
-def test_explain_fits_the_terminal_and_leaves_nothing_out(files, capsys, monkeypatch) -> None:
-    words = {}
-    for columns in (80, 110, 500):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        assert main(["explain", files[0]]) == 0
-        text = capsys.readouterr().out
-        assert max(map(len, text.splitlines())) <= columns
-        words[columns] = sorted(text.split())
-    assert words[80] == words[110] == words[500]
-
-
 def test_report_names_the_profile_that_is_missing(files, tmp_path: Path, capsys) -> None:
     Path(files[1]).unlink()
     assert "pass it with --profile" in refusal_of(["report", files[0], "--output", str(tmp_path / "out")], capsys)
@@ -119,12 +108,6 @@ def test_a_file_that_is_no_history_is_one_line(files, tmp_path: Path, capsys, co
     message = refusal_of(["report", files[0], "--output", str(tmp_path / "out")], capsys)
     expected = f"{HISTORY_FILE} is not the history of a run: delete the file, or copy the run's {HISTORY_FILE} there"
     assert expected in message
-
-
-def test_missing_matplotlib_is_one_line(files, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    message = refusal_of(["report", files[0], "--profile", files[1], "--output", str(tmp_path / "out")], capsys)
-    assert "pip install 'adacc-hf[plot]'" in message
 
 
 def test_reader_that_stops_early_is_no_error(files) -> None:

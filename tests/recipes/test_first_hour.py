@@ -1,7 +1,6 @@
 """The notebook first_hour.ipynb runs from top to bottom, and its cells show what they promise."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -37,27 +36,8 @@ def code_cells() -> list[str]:
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
-def run_with_nbclient(folder: Path) -> tuple[list[str], str]:
-    """Return the HTML or Markdown that each code cell shows, and all printed text."""
-    import nbformat
-    from nbclient import NotebookClient
-
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder)}}).execute()
-    shown, printed = [], ""
-    for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
-        results = [
-            output.data.get("text/html", output.data.get("text/markdown", ""))
-            for output in cell.outputs
-            if output.output_type == "execute_result"
-        ]
-        shown.append("".join(results))
-        printed += "".join(output.text for output in cell.outputs if output.output_type == "stream")
-    return shown, printed
-
-
 def run_in_python(folder: Path) -> tuple[list[str], str]:
-    """Return the same as `run_with_nbclient`, without Jupyter."""
+    """Return the HTML or Markdown that each code cell shows, and all printed text, without Jupyter."""
     (folder / "cells.json").write_text(json.dumps(code_cells()), encoding="utf-8")
     (folder / "runner.py").write_text(RUNNER, encoding="utf-8")
     process = run_forked(folder / "runner.py", "cells.json", "shown.json", cwd=folder, ACCELERATE_USE_CPU="true")
@@ -67,8 +47,7 @@ def run_in_python(folder: Path) -> tuple[list[str], str]:
 
 def test_the_notebook_runs_and_shows_what_it_promises(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    has_jupyter = find_spec("nbclient") is not None and find_spec("ipykernel") is not None
-    shown, printed = run_with_nbclient(tmp_path) if has_jupyter else run_in_python(tmp_path)
+    shown, printed = run_in_python(tmp_path)
     assert "equal to plain training: True" in printed
     assert "Adacc: " in printed, "the log at level INFO says what the callback does"
     cells = [(source.splitlines()[-1], html) for source, html in zip(code_cells(), shown, strict=True)]

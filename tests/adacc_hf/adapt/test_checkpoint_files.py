@@ -64,17 +64,6 @@ def test_a_checkpoint_carries_its_policy_and_profile(train, lossless, tmp_path):
         assert Profile.load(folder / PROFILE_FILE) == callback.profile
 
 
-def test_a_run_resumed_from_a_stranger_is_not_given_the_policy_that_lies_in_its_own_folder(
-    train, checkpoint, lossless, tmp_path, profilings
-):
-    # The run resumes from checkpoint-3 of a run without the callback. Its output_dir has its own checkpoint-3 with a
-    # policy.
-    train(output_dir=str(tmp_path / "plain"), **SAVING)
-    profilings.clear()
-    train([AdaccCallback(**lossless)], resume=str(tmp_path / "plain" / "checkpoint-3"), **SAVING)
-    assert len(profilings) == 1
-
-
 def test_a_checkpoint_from_before_the_policy_resumes(train, lossless, tmp_path, late_policy):
     settings = {**SAVING, "save_steps": 1}
     uninterrupted = train([AdaccCallback(**lossless)], **settings)

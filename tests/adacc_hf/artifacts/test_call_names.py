@@ -266,16 +266,6 @@ def test_an_exception_in_the_middle_of_a_step(pairs, call_names, run_steps, asse
 # State left behind
 
 
-def test_nothing_is_left_on_the_model(pairs):
-    before = {name: dict(module.__dict__) for name, module in pairs.model.named_modules()}
-    with apply_policy(pairs.model, pairs.random(0), pairs.config) as handle:
-        loss = pairs.step(**pairs.batch).loss
-    assert {name: dict(module.__dict__) for name, module in pairs.model.named_modules()} == before
-    loss.backward()
-    assert handle.uncalled() == []
-    pairs.model.zero_grad()
-
-
 def test_a_policy_for_more_or_fewer_calls_may_follow(pairs, run_steps, assert_same_steps):
     once = profile_model(
         pairs.model,
