@@ -17,13 +17,6 @@ def test_the_defaults_are_valid_and_frozen():
         config.tracking = 32
 
 
-@pytest.mark.parametrize("form", [str, float])
-def test_a_fraction_may_be_text(gpt2_like_profile, form):
-    """YAML reads a value in quotes as text."""
-    profile = gpt2_like_profile(num_blocks=2)
-    assert Budget.resolve(form("0.5"), profile, AdaccConfig()) == Budget.resolve(0.5, profile, AdaccConfig())
-
-
 def test_a_setting_without_its_name_is_refused():
     with pytest.raises(TypeError, match=r"AdaccConfig\(0\.5\): settings .* write AdaccConfig\(memory_budget=0\.5\)"):
         AdaccConfig(0.5)
