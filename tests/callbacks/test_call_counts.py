@@ -3,9 +3,11 @@
 A block that Dynamo cannot trace runs its Python once more in backward, under torch's checkpoint.
 """
 
+import sys
 from contextlib import nullcontext
 from functools import wraps
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,3 +179,26 @@ def test_tracking_and_the_guard_call_nothing_of_the_users(make_trainer):
     callback = AdaccCallback(**lossy, head="plain")
     assert calls_of(make_trainer, [callback], **settings) == plain
     assert sum(event["event"] == "tracking" for event in callback.history) >= 3
+
+
+def run_rank(folder: Path) -> None:
+    import trainer_builders as toys
+
+    def make_trainer(callbacks: list[Any], **settings: Any) -> Any:
+        return toys.tiny_trainer(folder / f"run{len(callbacks)}", callbacks, **settings)
+
+    settings = {"max_steps": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    runs = [calls_of(make_trainer, callbacks, **settings) for callbacks in ([], [AdaccCallback(**toys.LOSSLESS)])]
+    toys.write_rank_results(folder, runs)
+
+
+@pytest.mark.gate
+def test_each_rank_calls_the_users_code_as_in_plain_training(run_two_ranks):
+    for plain, adacc in run_two_ranks(__file__):
+        assert plain == adacc
+        assert plain.count("optimizer.step") == 5
+        assert plain.count("forward") == 10
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]))
