@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.memory_simulator import plain_blocks_ms
@@ -21,14 +21,12 @@ LAUNCHES = 15
 Python and autograd take several times as long as the launches in forward and backward. Measured on a CPU: 13 to 19."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """Predictions for a number of samples."""
+class _Costs(NamedTuple):
+    """Predictions for a size class."""
 
-    num_samples: int
-    plain_peak: float
+    plain_peak: int
     """Peak in bytes if everything is retained."""
-    least_peak: float
+    least_peak: int
     """Peak in bytes under full recomputation."""
     plain_ms: float
     recomputation_ms: float
@@ -39,8 +37,6 @@ class BatchCosts:
 
     A batch of a size gets the policy of its size class, so the costs are those of the class. Whether it fits is decided
     by full recomputation: a policy that fits in addition, for example with codecs, would be slow for so large a batch.
-    Between a number of samples and twice that number, peaks are interpolated, which is never too low: each is the
-    largest of several linear functions of the number.
     """
 
     def __init__(
@@ -59,30 +55,26 @@ class BatchCosts:
         kinds = [profile.kind_of(block) for block in profile.blocks]
         launches = [op.ms for kind in kinds for op in kind.operators if op.ms > 0]
         self._launch_ms = LAUNCHES * len(launches) * min(launches, default=0.0)
-        self._points: dict[Shapes, list[_Point]] = {}
-        """Predictions for 1, 2, 4, ... samples, by the size class of one sample."""
         self.peak = cache(self._peak)
         self.ms = cache(self._ms)
-        self._class_of = cache(self._size_class)
+        self._costs_of = cache(self._predicted_costs)
 
     def _ms(self, num_samples: int, sample: Shapes) -> float | None:
         """Return the milliseconds of a micro-batch of samples with the shapes `sample` (batches of one), under the
         fastest policy that fits, or None if none fits or the size cannot be predicted."""
-        point = self._at(num_samples, sample)
-        if point is None or point.least_peak > self.budget_bytes:
+        costs = self._at(num_samples, sample)
+        if costs is None or costs.least_peak > self.budget_bytes:
             return None
         # The trade-off between memory and time is convex, and lies below this line.
-        excess, saved = point.plain_peak - self.budget_bytes, point.plain_peak - point.least_peak
+        excess, saved = costs.plain_peak - self.budget_bytes, costs.plain_peak - costs.least_peak
         share = min(1.0, max(0.0, excess / saved)) if saved > 0 else 0.0
-        return self._launch_ms + point.plain_ms + share * point.recomputation_ms
+        return self._launch_ms + costs.plain_ms + share * costs.recomputation_ms
 
     def _peak(self, num_samples: int, sample: Shapes) -> int | None:
         """Return the predicted peak in bytes of the size class: the plain one, or, if it does not fit, the budget or
         the least one that is possible. None if the size cannot be predicted."""
-        point = self._at(num_samples, sample)
-        if point is None:
-            return None
-        return int(min(point.plain_peak, max(point.least_peak, self.budget_bytes)))
+        costs = self._at(num_samples, sample)
+        return None if costs is None else min(costs.plain_peak, max(costs.least_peak, self.budget_bytes))
 
     def fits_alone(self, sample: Shapes) -> bool:
         """Return True if a policy fits a batch of one sample, of its own size rather than of its size class."""
@@ -92,39 +84,20 @@ class BatchCosts:
         """Return the smallest peak in bytes of a batch of one sample that a policy can reach."""
         return quick_least_policy(self._predicted(sample), self._config).predicted_peak_bytes
 
-    def _at(self, num_samples: int, sample: Shapes) -> _Point | None:
-        """Return the predictions for the size class of a batch, interpolated in the number of samples."""
-        size_class = self._class_of(with_samples(sample, num_samples))
-        if size_class is None:
-            return None
-        number = size_class[0][1][0]
-        points = self._points.setdefault(with_samples(size_class, 1), [])
-        while not points or points[-1].num_samples < number:
-            following = 1 if not points else 2 * points[-1].num_samples
-            larger = self._class_of(with_samples(sample, following))
-            if larger is None or (len(points) > 1 and points[-1].least_peak > self.budget_bytes):
-                return None
-            points.append(self._point(larger))
-        index = bisect_left(points, number, key=lambda point: point.num_samples)
-        if points[index].num_samples == number or index == 0:
-            return points[index]
-        low, high = points[index - 1], points[index]
-        ratio = (number - low.num_samples) / (high.num_samples - low.num_samples)
-        return _Point(number, *((1 - ratio) * a + ratio * b for a, b in zip(_costs(low), _costs(high), strict=True)))
+    def _at(self, num_samples: int, sample: Shapes) -> _Costs | None:
+        """Return the predictions for the size class of a batch, or None if the size cannot be predicted."""
+        size_class = self._size_class(with_samples(sample, num_samples))
+        return None if size_class is None else self._costs_of(size_class)
 
-    def _point(self, shapes: Shapes) -> _Point:
-        profile = self._predicted(shapes)
+    def _predicted_costs(self, size_class: Shapes) -> _Costs:
+        profile = self._predicted(size_class)
         plain = uniform_policy(profile, Action.RETAIN)
         least = min(recomputing_policies(profile, self._config) or [plain], key=lambda p: p.predicted_peak_bytes)
         peaks = plain.predicted_peak_bytes, min(plain.predicted_peak_bytes, least.predicted_peak_bytes)
-        return _Point(shapes[0][1][0], *peaks, plain_blocks_ms(profile), least.predicted_overhead_ms)
+        return _Costs(*peaks, plain_blocks_ms(profile), least.predicted_overhead_ms)
 
     def _predicted(self, shapes: Shapes) -> Profile:
         return self._corrected(resize_profile(self._profile, shapes), shapes)
-
-
-def _costs(point: _Point) -> tuple[float, float, float, float]:
-    return point.plain_peak, point.least_peak, point.plain_ms, point.recomputation_ms
 
 
 def with_samples(shapes: Shapes, num_samples: int) -> Shapes:
