@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from transformers import TrainerCallback
@@ -9,7 +10,7 @@ from transformers import TrainerCallback
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.callbacks.adacc import AdaccCallback
 from adacc_hf.kernels.codecs import baseline_codec
-from adacc_hf.solve.simple_policies import quantize_everything
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 
 
@@ -22,8 +23,9 @@ def method_callbacks(method: str, memory_budget: str) -> tuple[list[TrainerCallb
     if method == "full":
         return [], {CHECKPOINTING: True}
     if method == "quantization":
-        config = AdaccConfig(actions=("retain", "compress"), codecs=(baseline_codec(),), tracking="off")
-        return [AdaccCallback(config, policy=quantize_everything)], {}
+        codec = baseline_codec()
+        config = AdaccConfig(actions=("retain", "compress"), codecs=(codec,), tracking="off")
+        return [AdaccCallback(config, policy=partial(uniform_policy, action="compress", codec=codec))], {}
     if method in ("adacc", "adacc_no_outlier", "adacc_compact"):
         return [AdaccCallback(AdaccConfig(memory_budget=memory_budget, outliers=method != "adacc_no_outlier"))], {}
     raise ValueError(

@@ -61,14 +61,6 @@ def checkpoint_policy(profile: Profile) -> Policy:
     return policy_of_plans(profile, [plans[block.kind] for block in profile.blocks])
 
 
-def quantize_everything(profile: Profile) -> Policy:
-    """Return the paper's baseline "Quantization": each activation that INT4 (per token) supports is compressed, and the
-    rest retained, regardless of the cost."""
-    from adacc_hf.kernels.codecs import baseline_codec
-
-    return uniform_policy(profile, Action.COMPRESS, codec=baseline_codec())
-
-
 def random_policy(
     profile: Profile,
     seed: int,

@@ -19,7 +19,7 @@ from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_pol
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.eval.trials.model_under_test import Batch, Subject
 from adacc_hf.kernels.codecs import baseline_codec, get_codec
-from adacc_hf.solve.simple_policies import quantize_everything
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import static_bytes
 from adacc_hf.torch_glue.meters import MemoryMeter
@@ -154,7 +154,7 @@ QUANTIZATION = Method(
     install=partial(
         install_policy,
         config=NAIVE,
-        solve=lambda profile, budget, config: quantize_everything(profile),
+        solve=lambda profile, budget, config: uniform_policy(profile, "compress", baseline_codec()),
     ),
 )
 ADACC = adacc("Adacc")

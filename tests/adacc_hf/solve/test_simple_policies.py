@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from adacc_hf.artifacts.policy import Action
-from adacc_hf.solve.simple_policies import quantize_everything, random_policy, uniform_policy
+from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 
 
 @pytest.fixture
@@ -52,8 +52,3 @@ def test_random_is_reproducible_and_uses_the_actions_it_may(profile):
     assert set(first.action_counts()) == {"retain", "recompute"}
     lossless = random_policy(profile, 1, tuple(Action), lossless=True)
     assert {choice.codec for plan in lossless.plans for _, choice in plan.choices} == {None, "bitmask"}
-
-
-def test_a_profile_without_the_codec_is_not_quantized(profile):
-    with pytest.raises(ValueError, match="codec='token_int4' was not priced"):
-        quantize_everything(profile)
