@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import combinations, product
-from math import ceil, gcd, lcm, prod
+from math import ceil, lcm, prod
 from typing import Any
 
 import numpy as np
@@ -94,18 +94,6 @@ class Basis:
     def products(self, sizes: Sizes) -> list[int]:
         """Return the value of each product at `sizes`."""
         return [prod([n**e for n, e in zip(sizes, exponents, strict=True) if e]) for exponents in self._exponents]
-
-    def period(self, polynomial: Polynomial, symbol: int) -> int:
-        """Return the step between the sizes at index `symbol` for which `polynomial` is an integer.
-
-        An audio model that computes one feature from 320 samples of a waveform, for example, has a step of 320. Return
-        1 if the polynomial is not a constant plus a fraction of this size.
-        """
-        linear = tuple(int(place == symbol) for place in range(len(self._exponents[0])))
-        exponents = [self._exponents[place] for _, place in polynomial.terms]
-        if len(exponents) != 2 or linear not in exponents or any(map(sum, (e for e in exponents if e != linear))):
-            return 1
-        return polynomial.divisor // gcd(polynomial.divisor, polynomial.terms[exponents.index(linear)][0])
 
     def fit(self, column: Column, max_terms: int = MAX_TERMS, with_fractions: bool = False) -> Polynomial | None:
         """Return the polynomial with the fewest terms that gives the numbers in `column` exactly, or None if no

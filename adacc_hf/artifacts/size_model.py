@@ -96,12 +96,6 @@ class SizeModel:
             sums[column] = self._basis.approximate(column) if exact is None else exact
         self._sums = [sums[column] for column in columns]
         """The sum of products of sizes that gives each number of a profile."""
-        polynomials = [each for each in sums.values() if isinstance(each, Polynomial)]
-        self._periods = [
-            math.lcm(*(self._basis.period(polynomial, symbol) for polynomial in polynomials))
-            for symbol in range(len(self._symbols))
-        ]
-        """For each independent size, the step between sizes at which all tensor shapes are integers."""
 
     @property
     def uncertainty(self) -> float:
@@ -128,12 +122,7 @@ class SizeModel:
         if {name: len(size) for name, size in shapes} != ranks:
             return None
         dimensions = _batch_dimensions(shapes)
-        products = self._basis.products(
-            tuple(
-                _round_size(dimensions[p], self._reference[p], period)
-                for p, period in zip(self._symbols, self._periods, strict=True)
-            )
-        )
+        products = self._basis.products(tuple(_round_size(dimensions[p], self._reference[p]) for p in self._symbols))
         rounded = [polynomial(products) if polynomial else None for polynomial in self._dimension_rules]
         if any(size is None or size < lower for size, lower in zip(rounded, dimensions, strict=True)):
             return None
@@ -192,15 +181,13 @@ def sizes_of(measured: tuple[tuple[Shapes, tuple[int, ...]], ...]) -> SizeModel:
     return SizeModel(measured)
 
 
-def _round_size(size: int, reference: int, period: int) -> int:
-    """Return the upper bound of the size class of `size`: `reference` times a power of SIZE_CLASS_RATIO, with a
-    multiple of `period` between them if it is at least `8 * period`. Sizes up to MAX_EXACT_SIZE stay, but 1 becomes 2:
-    one sample often runs other operators."""
+def _round_size(size: int, reference: int) -> int:
+    """Return the upper bound of the size class of `size`: `reference` times a power of SIZE_CLASS_RATIO. Sizes up to
+    MAX_EXACT_SIZE stay, but 1 becomes 2: one sample often runs other operators."""
     if size <= MAX_EXACT_SIZE:
         return size if size > 1 or reference == 1 else 2
     num_steps = math.ceil(math.log(size / reference, SIZE_CLASS_RATIO) - 1e-9)
-    bound = max(size, math.ceil(reference * SIZE_CLASS_RATIO**num_steps - 1e-9))
-    return bound + (reference - bound) % period if 8 * period <= bound else bound
+    return max(size, math.ceil(reference * SIZE_CLASS_RATIO**num_steps - 1e-9))
 
 
 def _batch_dimensions(shapes: Shapes) -> tuple[int, ...]:
