@@ -93,8 +93,7 @@ class EarlierBlocks(NamedTuple):
     def base_bytes(self, profile: Profile, index: int, outcome: BlockOutcome) -> tuple[int, int]:
         """Return the bytes of the rest of the step in forward and backward of block `index`."""
         block = profile.blocks[index]
-        read = self.shared | outcome.shared
-        shared = profile.extra_shared_bytes(index, read) - profile.unread_shared_bytes(index, read)
+        shared = profile.extra_shared_bytes(index, self.shared | outcome.shared)
         return block.forward_base_bytes + self.live_bytes, block.backward_base_bytes + shared + self.stored_bytes
 
     def head_peaks(self, profile: Profile) -> tuple[int, int]:

@@ -249,26 +249,24 @@ class Profile:
         ones read them under full recomputation. The last entry also applies to the loss's backward."""
         return tuple(accumulate((frozenset(self.kind_of(block).held) for block in self.blocks), frozenset.union))
 
-    def unread_shared_bytes(self, block: int, read: Set[int]) -> int:
-        """Return the bytes of shared tensors in the `backward_base_bytes` of block number `block` that are not live if
-        replays of this block and earlier ones read only the shared tensors `read`."""
-        unread = self.base_shared[block] - read
-        return sum(self.shared[index].nbytes for index in unread) if unread else 0
+    def unsaved_bytes(self, shared: Set[int]) -> int:
+        """Return the bytes of those of the `shared` tensors that autograd does not save."""
+        return sum(self.shared[index].nbytes for index in shared if not self.shared[index].saved)
 
     def extra_shared_bytes(self, block: int, read: Set[int]) -> int:
-        """Return the bytes of shared tensors that replays keep alive, because they read `read`, in addition to those in
-        the `backward_base_bytes` of block number `block`, and to those that autograd saves anyway."""
-        extra = read - self.base_shared[block]
-        return sum(shared.nbytes for index in extra if not (shared := self.shared[index]).saved) if extra else 0
+        """Return the bytes of shared tensors that replays of block number `block` and earlier ones keep alive, if they
+        read `read`, above those in its `backward_base_bytes`. The number is negative if they read fewer of these."""
+        base = self.base_shared[block]
+        return self.unsaved_bytes(read - base) - sum(self.shared[index].nbytes for index in base - read)
 
     def head_peaks(self, read: Set[int]) -> tuple[int, int]:
         """Return `outside_peak_bytes` and `loss_peak_bytes` under a policy whose replays read the shared tensors
         `read`."""
-        base, unread = self.unread_shared_bytes(-1, frozenset()), self.unread_shared_bytes(-1, read)
-        extra = self.extra_shared_bytes(-1, read)
+        base = self.base_shared[-1]
         # The read tensors raise the peak by at most their own bytes, compared with the peak without any shared tensor.
-        reduction = max(0, self.outside_live_bytes - (base - unread))
-        return self.outside_peak_bytes - reduction + extra, self.loss_peak_bytes - unread + extra
+        reduction = max(0, self.outside_live_bytes - sum(self.shared[index].nbytes for index in base & read))
+        outside_bytes = self.outside_peak_bytes - reduction + self.unsaved_bytes(read - base)
+        return outside_bytes, self.loss_peak_bytes + self.extra_shared_bytes(-1, read)
 
     @cached_property
     def plain_stored_bytes(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -205,12 +205,8 @@ class PolicySearch:
             pool = self.pools.by_kind[kind]
             for nbytes in {*(size + free_bytes for size in sizes), (sum(sizes) + free_bytes) // len(sizes)}:
                 new = pool.refine(variant, nbytes)
-                if new and (shared_bytes := self._unsaved_bytes(new.outcome.shared - read)):
+                if new and (shared_bytes := self.profile.unsaved_bytes(new.outcome.shared - read)):
                     pool.refine(variant, max(nbytes - shared_bytes, min(sizes)))
-
-    def _unsaved_bytes(self, shared: Set[int]) -> int:
-        """Return the bytes of the shared tensors that autograd does not save."""
-        return sum(self.profile.shared[index].nbytes for index in shared if not self.profile.shared[index].saved)
 
     def _sorted_for_peak(self, policy: Sequence[Candidate]) -> list[Candidate]:
         """Return the same plans, sorted within each kind of block for the lowest peak.
@@ -290,8 +286,7 @@ class PolicySearch:
     def _shared_bytes(self, index: int, reads: Ints) -> Ints:
         """Return the bytes of shared tensors in the backward of block `index`, more than in the block's base."""
         masks, inverse = np.unique(reads, return_inverse=True)
-        read = [_indices(mask) for mask in masks.tolist()]
-        extra = [self.profile.extra_shared_bytes(index, r) - self.profile.unread_shared_bytes(index, r) for r in read]
+        extra = [self.profile.extra_shared_bytes(index, _indices(mask)) for mask in masks.tolist()]
         return np.array(extra, dtype=np.int64)[inverse].reshape(reads.shape)
 
     def _best(self, labels: _Labels, num_labels: int, host_limit: int | None) -> Ints:
@@ -318,7 +313,7 @@ class PolicySearch:
         if budget.limits_peak:
             earlier = EarlierBlocks(stored, int(labels.live[index]), read)
             return max(earlier.head_peaks(self.profile)) <= budget.nbytes
-        return self._fixed_bytes + self._unsaved_bytes(read) + stored <= budget.nbytes
+        return self._fixed_bytes + self.profile.unsaved_bytes(read) + stored <= budget.nbytes
 
 
 def _indices(mask: int) -> frozenset[int]:
