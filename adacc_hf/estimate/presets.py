@@ -19,10 +19,30 @@ def _gpt2(**sizes: Any) -> dict[str, Any]:
     return {"model_type": "gpt2", "n_positions": 1024, "vocab_size": 50257, **tokens, **sizes}
 
 
-def _llama(**sizes: Any) -> dict[str, Any]:
-    tokens = {"bos_token_id": None, "eos_token_id": None}
-    shape = {"max_position_embeddings": 4096, "vocab_size": 128_256, "tie_word_embeddings": True}
-    return {"model_type": "llama", **shape, **tokens, **sizes}
+def _llama(
+    *,
+    layers: int,
+    width: int,
+    inner: int,
+    heads: int,
+    kv_heads: int,
+    context: int = 8192,
+    vocabulary: int = 128_256,
+    tied: bool = False,
+) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
 
 
 def _t5(**sizes: Any) -> dict[str, Any]:
@@ -39,45 +59,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     # The paper gives only the total, 4.7 billion; 40 layers of width 3072 make 4.69 billion.
     "gpt2-4.7b": _gpt2(n_layer=40, n_embd=3072, n_head=24),
     # Llama 3.2 1B, as published: 1.24 billion.
-    "llama-1b": _llama(
-        num_hidden_layers=16,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    ),
+    "llama-1b": _llama(layers=16, width=2048, inner=8192, heads=32, kv_heads=8, context=4096, tied=True),
     # LLaMA-3 8B and 70B, as published: 8.03 and 70.6 billion.
-    "llama3-8b": _llama(
-        num_hidden_layers=32,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-    ),
-    "llama3-70b": _llama(
-        num_hidden_layers=80,
-        hidden_size=8192,
-        intermediate_size=28_672,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-    ),
+    "llama3-8b": _llama(layers=32, width=4096, inner=14_336, heads=32, kv_heads=8),
+    "llama3-70b": _llama(layers=80, width=8192, inner=28_672, heads=64, kv_heads=8),
     # T5 11B, as published: 11.3 billion, in feed-forward layers of 64 times the width.
     "t5-11b": _t5(num_layers=24, d_model=1024, d_ff=65_536, num_heads=128, d_kv=128),
     # T5 Base, as published: 222.9 million.
     "t5-base": _t5(num_layers=12, d_model=768, d_ff=3072, num_heads=12),
-    "demo-llama": _llama(
-        num_hidden_layers=6,
-        hidden_size=256,
-        intermediate_size=688,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        vocab_size=512,
-    ),
+    "demo-llama": _llama(layers=6, width=256, inner=688, heads=4, kv_heads=2, context=256, vocabulary=512, tied=True),
     "demo-t5": _t5(num_layers=3, d_model=256, d_ff=1024, num_heads=4, vocab_size=512),
 }
 """Arguments of `AutoConfig.for_model`. Others are the architecture's defaults: GPT-2 and T5 have dropout 0.1."""
