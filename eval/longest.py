@@ -26,7 +26,7 @@ from adacc_hf.artifacts.profile import Profile, Shapes
 from adacc_hf.artifacts.size_model import joined
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.estimate.largest import largest_fitting
-from adacc_hf.estimate.planning import with_checkpointing
+from adacc_hf.estimate.planning import fully_recomputed
 from adacc_hf.eval.records.command_line import CLOCKS, parse, positive_int, runner_parser
 from adacc_hf.eval.records.ledger import Ledger, open_ledger
 from adacc_hf.eval.records.plots import PlotPoint, curves
@@ -39,7 +39,7 @@ from adacc_hf.price.codec_selection import resize_profile
 from adacc_hf.price.timing import seconds_of
 from adacc_hf.reports.run_record import Spread, markdown_table, to_json
 from adacc_hf.solve.plan_pools import most_tiled
-from adacc_hf.solve.simple_policies import checkpoint_policy, uniform_policy
+from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import quick_least_policy
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import backward, forward_loss, static_bytes
@@ -240,7 +240,7 @@ def _plain(profile: Profile, budget: int | None) -> Policy:
 
 def _checkpointing(profile: Profile, budget: int | None, head: str = "plain", tiles: bool = False) -> Policy:
     profile = profile.with_head(head)
-    return checkpoint_policy(with_checkpointing(most_tiled(profile) if tiles else profile.untiled))
+    return fully_recomputed(most_tiled(profile) if tiles else profile.untiled)
 
 
 def _adacc(profile: Profile, budget: int | None, config: AdaccConfig) -> Policy:

@@ -11,7 +11,7 @@ from functools import cache
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
-from adacc_hf.artifacts.memory_simulator import Outcome
+from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.fake_model import fake_model
@@ -84,7 +84,8 @@ def _shapes_of(method: str, planner: TrainingPlanner, batch_start: int, length_s
 
     @cache
     def excess(batch_size: int, seq_len: int) -> int:
-        return _least_peak(method, planner.profile_at(batch_size, seq_len), config) - request.budget
+        policy = _least_policy(method, planner.profile_at(batch_size, seq_len), config)
+        return policy.predicted_peak_bytes - request.budget
 
     def length(steps: int) -> int:  # leaves room for a token of text beside images
         return min(max(LENGTH_STEP * steps, planner.model.image_tokens + 1), longest)
@@ -139,36 +140,25 @@ def _interpolation(points: Mapping[int, int], low: int, high: int) -> Callable[[
     return value
 
 
-def _least_peak(method: str, profile: Profile, config: AdaccConfig) -> int:
-    """Return the smallest peak in bytes that `method` can reach."""
+def _least_policy(method: str, profile: Profile, config: AdaccConfig) -> Policy:
+    """Return the policy of `method` with the least peak: for TILED full recomputation, with a chunked head and row-wise
+    modules in tiles if the profile has them."""
     if method == METHODS[0]:
-        return uniform_policy(profile, "retain").predicted_peak_bytes
-    if method in (METHODS[1], TILED):
-        return _recomputed(method, profile).peak_bytes
-    return quick_least_policy(profile, config).predicted_peak_bytes
-
-
-def _recomputed(method: str, profile: Profile) -> Outcome:
-    """Return the simulated outcome of full recomputation, with a chunked head and row-wise modules in tiles if the
-    method is TILED and the profile has them."""
-    if method != TILED:
-        return fully_recomputed(profile)
-    head = "chunked" if "chunked" in profile.heads else profile.head
-    return fully_recomputed(most_tiled(profile.with_head(head)))
+        return uniform_policy(profile, "retain")
+    if method == TILED:
+        profile = most_tiled(profile.with_head("chunked" if "chunked" in profile.heads else profile.head))
+    return fully_recomputed(profile) if method in (METHODS[1], TILED) else quick_least_policy(profile, config)
 
 
 def _ms_per_token(method: str, planner: TrainingPlanner, config: AdaccConfig, seq_len: int) -> float | None:
     request = planner.request
     profile = planner.profile_at(request.batch_size, seq_len)
-    overhead_ms = 0.0
-    if method in (METHODS[1], TILED):
-        overhead_ms = _recomputed(method, profile).overhead_ms
-    elif method != METHODS[0]:
-        try:
-            overhead_ms = solve_policy(profile, request.budget, config).predicted_overhead_ms
-        except InfeasibleBudgetError:
-            return None
-    return (plain_ms(profile) + overhead_ms) / (request.batch_size * seq_len)
+    try:
+        is_solved = method in (EXACT, METHODS[2])
+        policy = solve_policy(profile, request.budget, config) if is_solved else _least_policy(method, profile, config)
+    except InfeasibleBudgetError:
+        return None
+    return (plain_ms(profile) + policy.predicted_overhead_ms) / (request.batch_size * seq_len)
 
 
 def largest_text(request: Request, largest: list[LargestShapes]) -> str:

@@ -150,7 +150,7 @@ class TrainingPlanner:
             peak_bytes = policy.predicted_peak_bytes
         except InfeasibleBudgetError as error:
             peak_bytes, bound_bytes = error.smallest_budget_bytes, error.bound_bytes
-        forecasts = self._forecasts(profile, policy, peak_bytes)
+        full = fully_recomputed(profile)
         return TrainingPlan(
             request=request,
             attention=" and ".join(attention_of(self.model.model)),
@@ -158,9 +158,9 @@ class TrainingPlanner:
             profile=profile,
             policy=policy,
             bound_bytes=bound_bytes,
-            forecasts=forecasts,
+            forecasts=self._forecasts(profile, full, policy, peak_bytes),
             image_tokens=self.model.image_tokens,
-            phases=_phase_peaks(fully_recomputed(profile) if policy is None else simulate_policy(profile, policy)),
+            phases=_phase_peaks(simulate_policy(profile, policy or full)),
         )
 
     def check_budget(self) -> None:
@@ -225,37 +225,26 @@ class TrainingPlanner:
             finished_bytes += bytes_by_call[name]
         return {**bytes_at_start, "tail": finished_bytes}
 
-    def _forecasts(self, profile: Profile, policy: Policy | None, peak_bytes: int) -> dict[str, Forecast]:
+    def _forecasts(self, profile: Profile, full: Policy, policy: Policy | None, peak_bytes: int) -> dict[str, Forecast]:
         plain_step_ms = plain_ms(profile)
-        plain, full = uniform_policy(profile, "retain"), fully_recomputed(profile)
+        plain = uniform_policy(profile, "retain")
         adacc_ms = None if policy is None else plain_step_ms + policy.predicted_overhead_ms
-        peaks = (plain.predicted_peak_bytes, full.peak_bytes, peak_bytes)
-        times = (plain_step_ms, plain_step_ms + full.overhead_ms, adacc_ms)
+        peaks = (plain.predicted_peak_bytes, full.predicted_peak_bytes, peak_bytes)
+        times = (plain_step_ms, plain_step_ms + full.predicted_overhead_ms, adacc_ms)
         return {
             method: Forecast(fits=peak <= self.request.budget, peak_bytes=peak, step_ms=step_ms)
             for method, peak, step_ms in zip(METHODS, peaks, times, strict=True)
         }
 
 
-def fully_recomputed(profile: Profile) -> Outcome:
-    """Return the simulated outcome of a step in which torch's checkpoint runs every block.
+def fully_recomputed(profile: Profile) -> Policy:
+    """Return the policy under which torch's checkpoint runs every block.
 
-    Blocks with collective communication are checkpointed too, and all ranks run these blocks again in backward. A
-    policy never checkpoints such blocks.
+    Blocks with collective communication or tiles are checkpointed too, and all ranks run these blocks again in
+    backward. A policy of the solver never checkpoints such blocks.
     """
-    profile = with_checkpointing(profile)
-    return simulate_policy(profile, checkpoint_policy(profile))
-
-
-def with_checkpointing(profile: Profile) -> Profile:
-    """Return a copy of `profile` in which torch's checkpoint may run every block, also blocks with collectives or
-    tiles."""
-    actions = (BlockAction.PLAIN, BlockAction.CHECKPOINT)
-    kinds = tuple(
-        kind if kind.block_actions != (BlockAction.PLAIN,) else replace(kind, block_actions=actions)
-        for kind in profile.kinds
-    )
-    return replace(profile, kinds=kinds)
+    kinds = (replace(kind, block_actions=(BlockAction.CHECKPOINT,)) for kind in profile.kinds)
+    return checkpoint_policy(replace(profile, kinds=tuple(kinds)))
 
 
 def plain_ms(profile: Profile) -> float:
