@@ -137,7 +137,7 @@ class WarmUpPhase(Phase):
         run = self._run
         self._profiler.end_backward()
         live = self._profiler.live
-        if live is not None and not live.has_run:  # the loop has skipped the batch
+        if live is not None and not live.recorder.has_run:  # the loop has skipped the batch
             self._profiler.cancel()
             self._has_forward = self._is_checked
         if self._has_forward and not self._is_checked:

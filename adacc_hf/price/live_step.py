@@ -70,7 +70,7 @@ class LiveStep:
         """Bytes of DDP's gradient buckets on a CPU, where no allocator counts them."""
         self._own_head: ChunkedHead | None = None
         self._stack = ExitStack()
-        self._hooks = _OutsideHooks(self)
+        self.hooks = _OutsideHooks(self)
         self._has_forward_ended = False
         self._loss_bytes = 0
         self.is_open = False
@@ -87,10 +87,10 @@ class LiveStep:
         self._static_bytes = self._measurement.static_bytes(model, batch.tensors, step.optimizer) - aside_bytes
         self._state_keys = state_storages(model)
         self._note(batch)
-        self._recorder = ModelRecorder(
+        self.recorder = ModelRecorder(
             self.config, self._measurement, self._tape_cache, self._tilings, self.device, self._repeats_blocks
         )
-        self._recorder.leaves_gradients = self._earlier_bytes > 0
+        self.recorder.leaves_gradients = self._earlier_bytes > 0
         self._meter = self._measurement.meter(self.device)
         self._prepare_head(model)
         installation, self.is_open = self._installation, True
@@ -120,7 +120,7 @@ class LiveStep:
     def enter_forward(self) -> None:
         """Enter the saved-tensor hooks around a call of the model, in which autograd saves tensors."""
         if outer_hooks() is None:  # else each block refuses the hooks around it, unless they are these
-            self._hooks.begin()
+            self.hooks.begin()
 
     def _prepare_head(self, model: nn.Module) -> None:
         """Observe the losses, if the config allows a chunked head. Chunk them if whole logits may exceed the budget."""
@@ -143,16 +143,6 @@ class LiveStep:
 
     def _is_of_batch(self, tensor: torch.Tensor) -> bool:
         return storage_key_of(tensor) in self._batch_keys
-
-    @property
-    def has_outermost_hooks(self) -> bool:
-        """True if the active saved-tensor hooks are those that `enter_forward` has entered."""
-        hooks = outer_hooks()
-        return hooks is not None and getattr(hooks[0], "__self__", None) is self._hooks
-
-    def note_outside(self, tensor: torch.Tensor) -> None:
-        """Record that autograd saves `tensor` outside the blocks."""
-        self._recorder.note_outside_storage(tensor)
 
     @contextmanager
     def aside(self) -> Iterator[MemoryMeter]:
@@ -180,7 +170,7 @@ class LiveStep:
 
         def record() -> Any:
             with self.aside():
-                return self._recorder.record_call(name, block, fn, args, kwargs)
+                return self.recorder.record_call(name, block, fn, args, kwargs)
 
         return self._marks.run(name, record, args, is_first)
 
@@ -190,11 +180,11 @@ class LiveStep:
             return
         self._has_forward_ended = True
         self._meter.mark(("loss",))
-        self._recorder.end_forward(self._state_keys, self._batch_keys)
+        self.recorder.end_forward(self._state_keys, self._batch_keys)
 
     def leave_forward(self, loss: Any = None) -> None:
         """Leave the saved-tensor hooks around the model's forward, which has computed `loss` if this is a tensor."""
-        self._hooks.end()
+        self.hooks.end()
         if self.is_open and isinstance(loss, torch.Tensor) and loss.requires_grad:
             self._loss_bytes = loss.untyped_storage().nbytes()
             self._measurement.on_gradient(loss, self.end_forward)
@@ -211,7 +201,7 @@ class LiveStep:
 
     def cancel(self) -> None:
         """Stop without a result. Further calls have no effect."""
-        self._hooks.end()
+        self.hooks.end()
         self._close()
 
     def _close(self) -> None:
@@ -232,19 +222,14 @@ class LiveStep:
         self._stack.close()
 
     @property
-    def has_run(self) -> bool:
-        """True if autograd has saved a tensor in a block or around the blocks."""
-        return self._recorder.has_run
-
-    @property
     def called(self) -> set[str]:
         """Names of the calls that were recorded."""
-        return {block.name for block in self._recorder.blocks}
+        return {block.name for block in self.recorder.blocks}
 
     @cached_property
     def recording(self) -> ModelRecording:
         """The recorded calls of blocks."""
-        return self._recorder.recording()
+        return self.recorder.recording()
 
     def profile(self, **changes: Any) -> Profile:
         """Return the profile, after `end`. `changes` are fields of the `TrainingStep` that were not known before."""
@@ -252,7 +237,7 @@ class LiveStep:
         recording = self.recording
         in_blocks_ms = sum(recording.kinds[block.kind].forward_ms for block in recording.blocks)
         kept_bytes = {block.name: recording.kept_bytes(block) for block in recording.blocks}
-        layout = step_layout(self._meter.points, kept_bytes, self._recorder.leftovers)
+        layout = step_layout(self._meter.points, kept_bytes, self.recorder.leftovers)
         kinds, shared = kinds_in_step(recording, layout), recording.shared_tensors.records
         model, measurement = self._installation.model, self._measurement
         host_link, host_free_bytes = measurement.host_link(self.device, self.config, model)
@@ -279,7 +264,7 @@ class LiveStep:
             static_bytes=static_bytes,
             outside_peak_bytes=static_bytes + layout.outside_peak_bytes,
             loss_peak_bytes=static_bytes + layout.loss_peak_bytes,
-            tail_peak_bytes=static_bytes + max(layout.tail_peak_bytes, layout.first_peak_bytes),
+            tail_peak_bytes=static_bytes + layout.tail_peak_bytes,
             outside_live_bytes=sum(shared[index].nbytes for index in replay_records & recording.shared_tensors.freed),
             available_bytes=measurement.available_bytes(model, step.optimizer),
             host_free_bytes=host_free_bytes,
@@ -314,7 +299,8 @@ class _LiveStrategy:
     @property
     def expects_outer_hooks(self) -> bool:
         """True if the hooks around the block are those of the recording. Others are refused."""
-        return self.live.has_outermost_hooks
+        hooks = outer_hooks()
+        return hooks is not None and getattr(hooks[0], "__self__", None) is self.live.hooks
 
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if current_autograd_node() is not None:  # code within backward, where no profiler can begin
@@ -347,7 +333,7 @@ class _OutsideHooks:
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         live = self._live()
         if live is not None:
-            live.note_outside(tensor)
+            live.recorder.note_outside_storage(tensor)
         return kept_by_autograd(tensor), version_of(tensor)
 
     @torch.compiler.disable

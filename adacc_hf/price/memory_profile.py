@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
@@ -43,14 +43,12 @@ class StepLayout:
     """Peak in the forward of each block, above the live bytes at its start."""
     rest_peaks: dict[str, int]
     """Peak from the end of a block's forward to the next block, above the live bytes at the former's start."""
-    first_peak_bytes: int
-    """Peak before the first block runs, for example in a teacher's forward."""
     outside_stored_bytes: int
     """Live bytes at the start of backward, without the tensors that blocks stored."""
     outside_peak_bytes: int
     loss_peak_bytes: int
     tail_peak_bytes: int
-    """Peak after the backward of all blocks. 0 if no operator runs then."""
+    """Peak before the first block runs, for example in a teacher's forward, or after the backward of all blocks."""
     peaks: dict[str, int]
     """Peak in each block's backward, without the tensors that it and earlier blocks stored."""
 
@@ -126,17 +124,16 @@ def step_layout(
     tail = next(all_of("tail"), None)
     enters = {point.label[1]: point.live_bytes for point in all_of("enter")}
     starts = {name: enters[name] + leftovers[name] for name in names}
-    first_enter = next(i for i, point in enumerate(points) if point.label[0] == "enter")
+    before_blocks = max(point.max_bytes for point in takewhile(lambda point: point.label[0] != "enter", points))
     return StepLayout(
         bases=bases,
         forward_bases={name: enters[name] - live_before[name] for name in names},
         forward_peaks={name: peak_between(points, ("enter", name), "leave") - starts[name] for name in names},
         rest_peaks={name: peak_between(points, ("leave", name), "enter") - starts[name] for name in names[:-1]},
-        first_peak_bytes=max(point.max_bytes for point in points[:first_enter]),
         outside_stored_bytes=next(all_of("loss")).live_bytes - all_stored,
         outside_peak_bytes=peak_between(points, ("leave", names[-1]), "loss") - sum(live.values()),
         loss_peak_bytes=peak_between(points, ("loss",), "backward") - all_stored,
-        tail_peak_bytes=0 if tail is None else peak_between(points, tail.label),
+        tail_peak_bytes=max(before_blocks, 0 if tail is None else peak_between(points, tail.label)),
         peaks={
             name: peak_between(points, ("backward", name), "backward", "tail") - bases[name] - stored_up_to[name]
             for name in backwards
