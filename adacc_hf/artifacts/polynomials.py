@@ -9,10 +9,9 @@ the fit. A peak is the maximum of several sums. If no sum gives its numbers exac
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from functools import cache
 from itertools import combinations, product
-from math import ceil, lcm, prod
+from math import ceil, prod
 from typing import Any
 
 import numpy as np
@@ -37,8 +36,8 @@ MAX_SYMBOLS = 5
 
 
 class Polynomial:
-    """A sum of products of sizes, each with an integer factor, over a common integer divisor: (3 x samples x tokens + 2
-    x tokens) / 4, for example.
+    """A sum of products of sizes, each with an integer factor (3 x samples x tokens + 2 x tokens), or one product over
+    an integer divisor.
 
     To evaluate the polynomial, call it with the values of the products (`Basis.products`).
     """
@@ -95,7 +94,7 @@ class Basis:
         """Return the value of each product at `sizes`."""
         return [prod([n**e for n, e in zip(sizes, exponents, strict=True) if e]) for exponents in self._exponents]
 
-    def fit(self, column: Column, max_terms: int = MAX_TERMS, with_fractions: bool = False) -> Polynomial | None:
+    def fit(self, column: Column, max_terms: int = MAX_TERMS) -> Polynomial | None:
         """Return the polynomial with the fewest terms that gives the numbers in `column` exactly, or None if no
         polynomial does.
 
@@ -104,10 +103,7 @@ class Basis:
         A polynomial with n terms is accepted only if there are at least n + 1 calls: n calls determine the factors, and
         one more checks them. If a factor is negative, more calls are needed: five for three terms, and seven for four
         terms. Many combinations of terms are tried, so one of them might fit fewer calls by chance. Numbers of bytes
-        are sums without negative factors.
-
-        The factors of several terms are integers, unless `with_fractions` is True. Fractions must be confirmed by two
-        more calls.
+        are sums without negative factors. The factors of several terms are integers.
         """
         if len(set(column)) == 1:
             return Polynomial(((column[0], 0),)) if column[0] else Polynomial(())
@@ -120,13 +116,9 @@ class Basis:
                 return None
             is_doubtful = self.num_calls < 2 * num_terms - 1
             for places in self._candidate_places(num_terms, column):
-                solution = solve_fractions([self._columns[place] for place in places], column)
-                if solution is None:
-                    continue
-                factors, divisor = solution
-                is_confirmed = divisor == 1 or (with_fractions and self.num_calls >= num_terms + 2)
-                if is_confirmed and all(factors) and not (is_doubtful and min(factors) < 0):
-                    return Polynomial(tuple(zip(factors, places, strict=True)), divisor)
+                solution = solve_integers([self._columns[place] for place in places], column)
+                if solution is not None and all(solution) and not (is_doubtful and min(solution) < 0):
+                    return Polynomial(tuple(zip(solution, places, strict=True)))
         return None
 
     def approximate(self, column: Column) -> Approximation:
@@ -196,9 +188,8 @@ def _fit_single_product(values: Column, column: Column, place: int) -> Polynomia
     return Polynomial(((numerator, place),), denominator) if remainder else Polynomial(((quotient, place),))
 
 
-def solve_fractions(columns: list[Column], target: Column) -> tuple[tuple[int, ...], int] | None:
-    """Return one integer factor per column, and a common divisor, such that the sum of factor * column / divisor equals
-    `target` in every call.
+def solve_integers(columns: list[Column], target: Column) -> tuple[int, ...] | None:
+    """Return one integer factor per column such that the sum of factor * column equals `target` in every call.
 
     A column contains one number per call. Return None if there is no solution, or more than one solution.
     """
@@ -218,9 +209,8 @@ def solve_fractions(columns: list[Column], target: Column) -> tuple[tuple[int, .
                 matrix[r] = [lead * x - head * y for x, y in zip(row, top, strict=True)]
     if any(row[size] for row in matrix[size:]):
         return None
-    fractions = [Fraction(matrix[place][size], matrix[place][place]) for place in range(size)]
-    divisor = lcm(*(fraction.denominator for fraction in fractions))
-    return tuple(int(fraction * divisor) for fraction in fractions), divisor
+    divided = [divmod(matrix[place][size], matrix[place][place]) for place in range(size)]
+    return None if any(rest for _, rest in divided) else tuple(factor for factor, _ in divided)
 
 
 def independent_sizes(calls: Sequence[Sequence[int]]) -> tuple[int, ...] | None:

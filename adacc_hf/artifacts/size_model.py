@@ -92,7 +92,7 @@ class SizeModel:
         columns = list(zip(*(numbers for _, numbers in measured), strict=True))
         sums: dict[tuple[int, ...], Polynomial | Approximation] = {}
         for column in dict.fromkeys(columns):
-            exact = self._basis.fit(column, MAX_TERMS_OF_NUMBER, with_fractions=True)
+            exact = self._basis.fit(column, MAX_TERMS_OF_NUMBER)
             sums[column] = self._basis.approximate(column) if exact is None else exact
         self._sums = [sums[column] for column in columns]
         """The sum of products of sizes that gives each number of a profile."""

@@ -4,7 +4,7 @@ from math import prod
 from random import Random
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adacc_hf.artifacts.polynomials import MAX_DEGREE, MAX_SYMBOLS, MAX_TERMS, Basis, independent_sizes
@@ -139,27 +139,6 @@ def test_equal_sizes_are_independent_once_a_call_has_them_different():
 def test_too_many_independent_sizes_are_refused():
     calls = [tuple(pow(7 + place, call + 2, 997) + call for place in range(MAX_SYMBOLS + 1)) for call in range(9)]
     assert independent_sizes(calls) is None
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(30, 99)), min_size=6, max_size=7, unique=True))
-def test_features_of_sounds_are_fractions_of_their_length(calls):
-    """A model of sound has one feature for each 320 values, and attention's scores grow with the features squared."""
-    rest = 108
-    calls = [(samples, 320 * features + rest) for samples, features in calls]
-    assume(len({length for _, length in calls}) >= 4 and len({samples for samples, _ in calls}) >= 2)
-    basis = Basis(calls)
-    features = tuple((length - 400) // 320 + 1 for _, length in calls)
-    scores = tuple(samples * n * n for (samples, _), n in zip(calls, features, strict=True))
-    assert basis.fit(features) is None
-    fitted = basis.fit(features, with_fractions=True)
-    for n in (10, 200, 500):
-        products = basis.products((4, 320 * n + rest))
-        assert fitted(products) == n
-        squares = basis.fit(scores, with_fractions=True)
-        assert squares is None or squares(products) == 4 * n * n
-        longer = basis.products((4, 320 * n + rest + 1))
-        assert fitted(longer) is None
-        assert fitted.ceil(longer) == n + 1
 
 
 PARTS = [(2, 64, 96), (3, 32, 80), (3, 80, 32), (2, 128, 64), (2, 96, 128), (2, 128, 128)]
