@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.callbacks.adacc import AdaccCallback
-from adacc_hf.kernels.codecs import baseline_codec
+from adacc_hf.kernels.codecs import BASELINE
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING
 
@@ -23,9 +23,8 @@ def method_callbacks(method: str, memory_budget: str) -> tuple[list[TrainerCallb
     if method == "full":
         return [], {CHECKPOINTING: True}
     if method == "quantization":
-        codec = baseline_codec()
-        config = AdaccConfig(actions=("retain", "compress"), codecs=(codec,), tracking="off")
-        return [AdaccCallback(config, policy=partial(uniform_policy, action="compress", codec=codec))], {}
+        config = AdaccConfig(actions=("retain", "compress"), codecs=(BASELINE,), tracking="off")
+        return [AdaccCallback(config, policy=partial(uniform_policy, action="compress", codec=BASELINE))], {}
     if method in ("adacc", "adacc_no_outlier", "adacc_compact"):
         return [AdaccCallback(AdaccConfig(memory_budget=memory_budget, outliers=method != "adacc_no_outlier"))], {}
     raise ValueError(

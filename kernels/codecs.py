@@ -32,7 +32,10 @@ ROLES = ("input", MASK, "softmax", "qkv", "norm", "linear", "activation", "other
 """Roles of tensors. Each codec suits some of them (paper, section 3.2): inputs of a block, masks of two values, softmax
 and scores, operands of attention's products, inputs of norms, inputs of other products with parameters, inputs or
 results of activation functions, and all other tensors."""
-
+PRECISE = "int8"
+"""Name of the codec that is used where the errors of other codecs are too large."""
+BASELINE = "token_int4"
+"""Name of the codec of the paper's "Quantization" baseline."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -110,9 +113,6 @@ class Codec:
     keeps_outliers: ClassVar[bool] = False
     """True if the codec stores outlier channels unencoded. The codec's option `num_outliers` is the number of these
     channels (`count_outliers`)."""
-    stands_in: ClassVar[bool] = False
-    """True for the precise codec (INT8), which is used where the errors of other codecs are too large. Only one codec
-    may set this to True."""
     instead_of: ClassVar[str | None] = None
     """Name of another codec, or None for most codecs. If this codec's error on a tensor is smaller than the other
     codec's error, this codec is used in its place.
@@ -120,8 +120,6 @@ class Codec:
     A codec that replaces another one is not used elsewhere, unless the settings name it. `adacc plan` and compiled
     graphs never use it, because they have no data on which errors could be compared.
     """
-    is_baseline: ClassVar[bool] = False
-    """True for the codec of the paper's "Quantization" baseline. Only one codec may set this to True."""
 
     triton: ClassVar[str | None] = None
     """Name of the file of this folder with the GPU kernels. It is imported when a GPU tensor is first encoded or
@@ -273,10 +271,6 @@ def register(codec_class: C) -> C:
         raise ValueError(f"codec {name!r}: suits={unknown} are unknown: choose from {', '.join(ROLES)}")
     if MASK in codec_class.suits and not codec_class.lossless:
         raise ValueError(f"codec {name!r}: suits masks, which must be stored without loss: set lossless=True")
-    for claim in ("stands_in", "is_baseline"):
-        others = [other.name for other in registry.values() if getattr(other, claim) and other.name != name]
-        if getattr(codec_class, claim) and others:
-            raise ValueError(f"codec {name!r}: {claim}=True is set by {others[0]!r} already: leave it False")
     other = codec_class.instead_of
     if other is not None and (other not in registry or not codec_class.suits <= registry[other].suits):
         raise ValueError(
@@ -337,16 +331,3 @@ def codecs_suiting(role: str) -> list[str]:
 def replacements(name: str, role: str) -> list[str]:
     """Return the names of the codecs that replace codec `name` on tensors of `role` if their error is smaller."""
     return [other for other in codecs_suiting(role) if registry[other].instead_of == name]
-
-
-@cache
-def precise_codec() -> str:
-    """Return the name of the precise codec (INT8), which is used where the errors of other codecs are too large
-    (`Codec.stands_in`)."""
-    return next(name for name in list_codecs() if registry[name].stands_in)
-
-
-@cache
-def baseline_codec() -> str:
-    """Return the name of the codec of the paper's "Quantization" baseline."""
-    return next(name for name in list_codecs() if registry[name].is_baseline)

@@ -21,7 +21,6 @@ class Int8(GroupCodec):
     name = "int8"
     # A block input reaches every gradient of its block, so it gets 8 bits.
     suits = frozenset({"input"})
-    stands_in = True
     triton = "int8_triton"
     cpu = Kernels(
         partial(_cpu.encode_groups, bits=BITS, factor=FACTOR), partial(_cpu.decode_groups, bits=BITS, factor=FACTOR)

@@ -29,7 +29,6 @@ class TokenInt4(Codec):
     """Codec token_int4: symmetric INT4 with one scale per row, by the paper's formula for the scale."""
 
     name = "token_int4"
-    is_baseline = True
     triton = "token_int4_triton"
     cpu = Kernels(_encode_cpu, _decode_cpu)
     keeps_rows = True

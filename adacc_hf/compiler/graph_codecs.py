@@ -14,7 +14,7 @@ from adacc_hf.compiler.compress_pass import memory_order
 from adacc_hf.compiler.functorch import has_unknown_sizes, is_view, op_types
 from adacc_hf.compiler.graph_cost import coding_ms
 from adacc_hf.compiler.joint_graph import JointGraph, readers
-from adacc_hf.kernels.codecs import MASK, Codec, codec_type, codecs_suiting, get_codec, precise_codec
+from adacc_hf.kernels.codecs import MASK, PRECISE, Codec, codec_type, codecs_suiting, get_codec
 from adacc_hf.price.codec_selection import codecs_of_role
 from adacc_hf.price.precision_sensitive import attention_bias
 from adacc_hf.torch_glue.private import SOFTMAX, no_dispatch
@@ -44,9 +44,9 @@ def graph_codec_options(
     names = _graph_codec_names(joint, value, config)
     if config.codecs is None and any(not codec_type(name).lossless for name in names):
         if value in fine:
-            names = [precise_codec()]
+            names = [PRECISE]
         elif tensor.device.type != "cpu":  # INT8 codes share no bytes, so encoding is fused on a GPU
-            names = list(dict.fromkeys([*names, precise_codec()]))
+            names = list(dict.fromkeys([*names, PRECISE]))
     codecs = [get_codec(name) for name in names]
     codecs = [codec for codec in codecs if codec.lossless or value not in degraded]
     options = [

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from adacc_hf.artifacts.exact_recompute_rules import walk_back
 from adacc_hf.artifacts.kind_profile import CodecOption, KindProfile
 from adacc_hf.artifacts.policy import RETAIN, Choice
-from adacc_hf.kernels.codecs import precise_codec
+from adacc_hf.kernels.codecs import PRECISE
 from adacc_hf.solve.linear_program import LinearProgram, Solver, Terms
 from adacc_hf.solve.milp import BlockVariables, KindModel, StoredForm
 
@@ -48,7 +48,7 @@ class GraphModel:
     def is_coarse(self, value: int, option: int) -> bool:
         """Return True if form number `option` of `value` is a codec that is coarser than the precise codec (INT8)."""
         store = self.model.menus[value][option]
-        return not store.is_lossless and store.choice.codec != precise_codec()
+        return not store.is_lossless and store.choice.codec != PRECISE
 
 
 def graph_model(

@@ -12,7 +12,7 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.kind_profile import CodecOption, Value
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import Shapes
-from adacc_hf.kernels.codecs import MASK, Codec, codec_type, codecs_suiting, get_codec, precise_codec, replacements
+from adacc_hf.kernels.codecs import MASK, PRECISE, Codec, codec_type, codecs_suiting, get_codec, replacements
 from adacc_hf.price.precision_sensitive import precision_sensitive_values
 from adacc_hf.price.timing import Bottleneck, time_of
 from adacc_hf.tape.execution_plan import encode_view
@@ -110,10 +110,10 @@ def _most_accurate(codec: Codec, role: str, tensor: torch.Tensor) -> Codec:
 def precise_codec_options(
     tape: Tape, bases: Sequence[torch.Tensor], config: AdaccConfig, values: Sequence[int], resource: Bottleneck
 ) -> dict[int, tuple[CodecOption, ...]]:
-    """Measure the 8-bit codec (`precise_codec`) on each of `values`. Return {} if the settings name codecs."""
+    """Measure the 8-bit codec (`PRECISE`) on each of `values`. Return {} if the settings name codecs."""
     options: dict[int, tuple[CodecOption, ...]] = {}
     for value in values if config.codecs is None else ():
-        tensor, codec = view(bases[value], encode_view(tape, value)), get_codec(precise_codec())
+        tensor, codec = view(bases[value], encode_view(tape, value)), get_codec(PRECISE)
         if codec.supports(tuple(tensor.shape), tensor.dtype):
             options[value] = (_price_codec(codec, tensor, resource),)
     return options
@@ -239,7 +239,7 @@ def codecs_of_role(role: str, config: AdaccConfig) -> list[str]:
         return [name for name in suits if (MASK in suits[name] if role == MASK else suits[name] != {MASK})]
     suitable = [name for name in codecs_suiting(role) if codec_type(name).instead_of is None]
     # Under a bound on errors, the 8-bit codec may still encode values for which INT4 is too coarse.
-    precise = [precise_codec()] if config.max_error is not None and role != MASK else []
+    precise = [PRECISE] if config.max_error is not None and role != MASK else []
     return list(dict.fromkeys([*suitable, *precise]))
 
 

@@ -19,7 +19,8 @@ from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.host_link import HostLink
 from adacc_hf.artifacts.kind_profile import CodecOption
 from adacc_hf.head.lazy_logits import LossCall
-from adacc_hf.kernels.codecs import Codec, get_codec
+from adacc_hf.kernels._host_payloads import encoding_of
+from adacc_hf.kernels.codecs import PRECISE, Codec, get_codec
 from adacc_hf.price.codec_gradient_error import GradientErrors, gradient_errors, is_accurate_enough
 from adacc_hf.price.codec_selection import codec_options, count_outlier_channels, precise_codec_options
 from adacc_hf.price.host_copies import measure_host_link
@@ -197,7 +198,7 @@ def lossy_codecs(options: Mapping[int, Sequence[CodecOption]]) -> dict[int, list
 
 def needs_precise_codec(errors: GradientErrors, value: int, codecs: Sequence[Codec]) -> bool:
     """Return True if each of `codecs` is too coarse for `value`."""
-    if not codecs or any(codec.stands_in for codec in codecs):
+    if not codecs or PRECISE in [encoding_of(codec.name) for codec in codecs]:
         return False
     return not any(is_accurate_enough(errors.codecs, value, codec.name) for codec in codecs)
 

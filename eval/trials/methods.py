@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from adacc_hf import AdaccConfig, Policy, apply_policy, profile_model, solve_policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.eval.trials.model_under_test import Batch, Subject
-from adacc_hf.kernels.codecs import baseline_codec, get_codec
+from adacc_hf.kernels.codecs import BASELINE, get_codec
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.torch_glue.memory import static_bytes
@@ -148,13 +148,13 @@ def adacc(title: str, **config: Any) -> Method:
 
 PLAIN = Method(title="plain", install=install_plain)
 CHECKPOINTING = Method(title="HF gradient checkpointing", install=install_checkpointing)
-NAIVE = AdaccConfig(actions=("retain", "compress"), codecs=(baseline_codec(),))
+NAIVE = AdaccConfig(actions=("retain", "compress"), codecs=(BASELINE,))
 QUANTIZATION = Method(
     title="naive quantization",
     install=partial(
         install_policy,
         config=NAIVE,
-        solve=lambda profile, budget, config: uniform_policy(profile, "compress", baseline_codec()),
+        solve=lambda profile, budget, config: uniform_policy(profile, "compress", BASELINE),
     ),
 )
 ADACC = adacc("Adacc")

@@ -262,8 +262,6 @@ def test_kernels_are_taken_where_they_are_built(is_built: bool, monkeypatch: pyt
     [
         ({"suits": frozenset({"linaer"})}, r"suits=\['linaer'\] are unknown: choose from input, mask"),
         ({"suits": frozenset({"mask"})}, r"suits masks, which must be stored without loss: set lossless=True"),
-        ({"stands_in": True}, r"stands_in=True is set by 'int8' already"),
-        ({"is_baseline": True}, r"is_baseline=True is set by 'token_int4' already"),
         ({"instead_of": "int5"}, r"instead_of='int5' must name a registered codec that suits all of \[\]"),
         ({"instead_of": "int8", "suits": frozenset({"qkv"})}, r"instead_of='int8' .* suits all of \['qkv'\]"),
     ],
