@@ -16,7 +16,6 @@ from torch import Tensor
 
 from adacc_hf.kernels._host_payloads import HOST, encoding_of
 from adacc_hf.kernels._host_pool import HostBlock, host_pool
-from adacc_hf.kernels._layout import as_flat, is_dense, restore
 from adacc_hf.kernels.codecs import Codec, Payload, codec_type, without_gradients
 
 
@@ -41,7 +40,7 @@ class OnHost(Codec):
     def encode(self, tensor: Tensor) -> Payload:
         payload = super().encode(tensor)
         block = host_pool.store(payload.tensors)
-        layout = (payload.dtype, payload.size, payload.stride)
+        layout = (payload.dtype, payload.size)
         if block is None:
             return Payload(self._own(payload), *layout)
         return HostPayload(block.tensors, *layout, block=block, device=payload.tensors[0].device)
@@ -52,7 +51,7 @@ class OnHost(Codec):
             tensors = host_pool.load(payload.block, payload.device)
         else:
             tensors = self._own(payload)
-        return super().decode(Payload(tensors, payload.dtype, payload.size, payload.stride))
+        return super().decode(Payload(tensors, payload.dtype, payload.size))
 
     def _own(self, payload: Payload) -> tuple[Tensor, ...]:
         """Return the tensors of `payload`, in memory that no other tensor shares. The payload of the codec `Unencoded`
@@ -61,9 +60,8 @@ class OnHost(Codec):
 
 
 class Unencoded(Codec):
-    """Codec that stores the elements of a tensor unencoded, in memory order. The payload is a view of the tensor if
-    possible, and `decode` returns a view of the payload. Therefore only `OnHost`, which copies the payload, uses this
-    codec."""
+    """Codec that stores the elements of a tensor unencoded. The payload is a view of the tensor, and `decode` returns a
+    view of the payload. Therefore only `OnHost`, which copies the payload, uses this codec."""
 
     name = HOST
     lossless = True
@@ -76,18 +74,12 @@ class Unencoded(Codec):
 
     @without_gradients
     def encode(self, tensor: Tensor) -> Payload:
-        return Payload((as_flat(tensor),), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        return Payload((tensor.view(-1),), tensor.dtype, tuple(tensor.shape))
 
     @without_gradients
     def decode(self, payload: Payload) -> Tensor:
         (flat_N,) = payload.tensors
-        if is_dense(payload.size, payload.stride):
-            return flat_N.as_strided(payload.size, payload.stride)
-
-        def fill(out: Tensor) -> None:
-            out.copy_(flat_N)
-
-        return restore(fill, payload)
+        return flat_N.view(payload.size)
 
 
 @cache

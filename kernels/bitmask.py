@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
-from adacc_hf.kernels._layout import as_flat
 from adacc_hf.kernels.codecs import MASK, Codec, Kernels, Layout, register
 
 # Integer dtypes by element width. The patterns of bool, with width 1, are 0 and 1.
@@ -69,7 +68,7 @@ class Bitmask(Codec):
             return False
         if tensor.dtype == torch.bool or tensor.numel() == 0:
             return True
-        patterns = _bit_patterns(as_flat(tensor))
+        patterns = _bit_patterns(tensor.view(-1))
         high, low = patterns.amax(), patterns.amin()
         return bool(((patterns == 0) | (patterns == torch.where(high == 0, low, high))).all())
 

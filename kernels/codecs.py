@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
 from adacc_hf.kernels._host_payloads import is_on_host
-from adacc_hf.kernels._layout import as_flat, as_matrix, restore
+from adacc_hf.kernels._layout import rows_and_columns
 
 _PACKAGE = "adacc_hf.kernels"
 registry: dict[str, "type[Codec]"] = {}
@@ -59,13 +59,12 @@ def without_gradients(function: F) -> F:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Encoded tensor: the tensors that `Codec.encode` stores, and the layout that `Codec.decode` gives the result."""
+    """Encoded tensor: the tensors that `Codec.encode` stores, and dtype and size of the result of `Codec.decode`."""
 
     tensors: tuple[Tensor, ...]
     """Stored tensors. Their storages are new, and belong to this payload alone."""
     dtype: torch.dtype
     size: tuple[int, ...]
-    stride: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -127,8 +126,7 @@ class Codec:
     cpu: ClassVar[Kernels | None] = None
     """C++ kernels for CPU tensors, or None."""
     keeps_rows: ClassVar[bool] = False
-    """True if kernels get tensors as matrices [R, C], whose rows run along the last dimension. Otherwise kernels get
-    tensors as [N], with the elements in memory order."""
+    """True if kernels get tensors as matrices [R, C], whose rows run along the last dimension, and otherwise as [N]."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -171,26 +169,31 @@ class Codec:
 
     @without_gradients
     def encode(self, tensor: Tensor) -> Payload:
-        """Return a payload (encoded tensor) from which `decode` restores `tensor`. The payload does not refer to
-        `tensor` or its storage."""
+        """Return a payload (encoded tensor) from which `decode` restores `tensor`, which must be contiguous.
+
+        The payload does not refer to `tensor` or its storage.
+        """
         self._require(tensor)
-        x = as_matrix(tensor) if self.keeps_rows else as_flat(tensor)
+        x = self._as_kernels_get(tensor)
         kernels = self._kernels_for(x)
         tensors = self._encode_plain(x) if kernels is None else self.encode_by(kernels, x)
-        return Payload(tensors, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        return Payload(tensors, tensor.dtype, tuple(tensor.shape))
 
     @without_gradients
     def decode(self, payload: Payload) -> Tensor:
-        """Return the tensor that `payload` encodes, in new storage, with the original dtype, size and stride."""
+        """Return the tensor that `payload` encodes, contiguous in new storage, with the original dtype and size."""
+        decoded = torch.empty(payload.size, dtype=payload.dtype, device=payload.tensors[0].device)
+        out = self._as_kernels_get(decoded)
+        kernels = self._kernels_for(out)
+        if kernels is None:
+            out.copy_(self.decode_traceable(payload.tensors, tuple(out.shape), payload.dtype))
+        else:
+            self.decode_by(kernels, out, payload.tensors)
+        return decoded
 
-        def fill(out: Tensor) -> None:
-            kernels = self._kernels_for(out)
-            if kernels is None:
-                out.copy_(self.decode_traceable(payload.tensors, tuple(out.shape), payload.dtype))
-            else:
-                self.decode_by(kernels, out, payload.tensors)
-
-        return restore(fill, payload, self.keeps_rows)
+    def _as_kernels_get(self, tensor: Tensor) -> Tensor:
+        """Return a view of a contiguous tensor as [R, C] if `keeps_rows`, else as [N]."""
+        return tensor.view(rows_and_columns(tuple(tensor.shape)) if self.keeps_rows else (tensor.numel(),))
 
     def _kernels_for(self, tensor: Tensor) -> Kernels | None:
         """Return the codec's kernels for the device of `tensor`, or None if plain torch is used."""

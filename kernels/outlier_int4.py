@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adacc_hf.kernels import _cpu, _symmetric
-from adacc_hf.kernels._layout import as_matrix, even_groups, peak_dtype, rows_and_columns
+from adacc_hf.kernels._layout import even_groups, peak_dtype, rows_and_columns
 from adacc_hf.kernels.codecs import GroupCodec, Kernels, Layout, register
 
 BITS = 4
@@ -43,7 +43,7 @@ SUMMED_ELEMENTS = 2**16
 @torch.no_grad()
 def channel_sums(tensor: Tensor) -> Tensor:
     """Return float32 [C]: for each channel (last dimension), the sum of its magnitudes, S_h in the paper's eq. 1."""
-    x_RC = as_matrix(tensor)
+    x_RC = tensor.view(rows_and_columns(tuple(tensor.shape)))
     if x_RC.is_cuda:
         from adacc_hf.kernels import outlier_int4_triton
 

@@ -54,7 +54,7 @@ class IdentityCodec:
     lossless = True
 
     def encode(self, tensor: Tensor) -> Payload:
-        return Payload((tensor.clone(),), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        return Payload((tensor.clone(),), tensor.dtype, tuple(tensor.shape))
 
     def decode(self, payload: Payload) -> Tensor:
         return payload.tensors[0].clone()

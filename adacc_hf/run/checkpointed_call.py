@@ -84,10 +84,11 @@ def _is_compressible(argument: Any, codec: Codec) -> bool:
 def _encode(tensor: torch.Tensor, coder: Coder) -> Callable[[], torch.Tensor]:
     """Encode `tensor`, and return a function that decodes it."""
     payload, requires_grad, device_type = coder.encode(tensor.detach()), tensor.requires_grad, tensor.device.type
+    size, stride = tensor.shape, tensor.stride()  # any stride of a dimension of size 1 counts as contiguous
 
     def decode() -> torch.Tensor:
         with torch.no_grad(), torch.autocast(device_type, enabled=False):
-            decoded = coder.decode(payload)
+            decoded = coder.decode(payload).as_strided(size, stride)
         return decoded.requires_grad_(requires_grad)
 
     return decode

@@ -1,19 +1,19 @@
-"""Fixtures of the codec tests: tensors of many layouts, and codecs with many settings."""
+"""Fixtures of the codec tests: tensors of many shapes, and codecs with many settings."""
 
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from codec_cases import DTYPES, LAYOUTS, LOSSY, layouts_of
+from codec_cases import DTYPES, LOSSY, PARTS, parts_of
 from torch import Tensor
 
 from adacc_hf.kernels.codecs import Codec, get_codec, list_codecs
 
 
-@pytest.fixture(params=LAYOUTS)
-def layout(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
-    """Return a function that turns a contiguous [2, 3, 70, 4] tensor into a view with the tested layout."""
-    return lambda x: layouts_of(x)[request.param]
+@pytest.fixture(params=PARTS)
+def part(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
+    """Return a function that turns a contiguous [2, 3, 70, 4] tensor into a contiguous view of the tested shape."""
+    return lambda x: parts_of(x)[request.param]
 
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

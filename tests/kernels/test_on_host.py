@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from codec_cases import DTYPES, LAYOUTS, LOSSY, spread
+from codec_cases import DTYPES, LOSSY, PARTS, spread
 from torch import Tensor
 
 from adacc_hf.kernels._host_pool import host_pool
@@ -43,8 +43,8 @@ def _noise(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("every_dtype", EVERY_DTYPE)
-def test_host_restores_every_bit_of_every_layout(every_dtype: torch.dtype, layout: Callable[[Tensor], Tensor]) -> None:
-    codec, x = get_codec("host"), layout(_noise(every_dtype))
+def test_host_restores_every_bit_of_every_shape(every_dtype: torch.dtype, part: Callable[[Tensor], Tensor]) -> None:
+    codec, x = get_codec("host"), part(_noise(every_dtype))
     payload = codec.encode(x)
     assert payload.nbytes == codec.predicted_bytes(tuple(x.shape), every_dtype)
     restored = codec.decode(payload)
@@ -61,16 +61,15 @@ def test_host_is_lossless_and_takes_no_options() -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("lossy", "dtype", "layout"), spread(LOSSY, DTYPES, LAYOUTS)[1::3], indirect=True)
-def test_a_codec_in_host_memory_decodes_as_on_the_device(lossy, dtype, layout):
-    x = layout((torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)) * 3).to(dtype))
+@pytest.mark.parametrize(("lossy", "dtype", "part"), spread(LOSSY, DTYPES, PARTS)[1::3], indirect=True)
+def test_a_codec_in_host_memory_decodes_as_on_the_device(lossy, dtype, part):
+    x = part((torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)) * 3).to(dtype))
     moved = get_codec(f"{lossy.name}+host", **json.loads(json.dumps(lossy.options)))
     lossy.fit(x)
     moved.fit(x)
     payload = moved.encode(x)
     assert payload.nbytes == moved.predicted_bytes(tuple(x.shape), dtype)
     expected, restored = lossy.decode(lossy.encode(x)), moved.decode(payload)
-    assert restored.stride() == expected.stride()
     assert torch.equal(_bits(restored), _bits(expected))
     assert (moved.name, moved.options, moved.lossless) == (f"{lossy.name}+host", lossy.options, False)
 
