@@ -9,7 +9,7 @@ first policy.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from adacc_hf.artifacts.budget_values import HOST_SHARE
 from adacc_hf.artifacts.config import AdaccConfig
@@ -20,7 +20,6 @@ from adacc_hf.artifacts.tiles import TILE
 from adacc_hf.artifacts.units import format_bytes, parse_bytes
 from adacc_hf.kernels.codecs import codec_type
 from adacc_hf.run.entries import OTHER_OPERATORS, OUT_OF_PLACE, UNTRAINED
-from adacc_hf.tape.tape_cache import Fallbacks
 
 
 def excluded_action(policy: Policy, config: AdaccConfig) -> str | None:
@@ -124,9 +123,10 @@ def refuse_whole_blocks(config: AdaccConfig, policy: Policy, profile: Profile) -
         refuse_uncovered(config, describe_blocks(names), reason, CHANGE_BLOCKS)
 
 
-def refuse_fallbacks(config: AdaccConfig, fallbacks: Fallbacks) -> None:
-    """If `on_uncovered` is "error", raise UncoveredBlockError for calls that did not follow their plan."""
-    for reason, names in fallbacks.blocks.items():
+def refuse_fallbacks(config: AdaccConfig, fallbacks: Mapping[str, Iterable[str]]) -> None:
+    """If `on_uncovered` is "error", raise UncoveredBlockError for calls that did not follow their plan. `fallbacks`
+    contains their blocks by reason."""
+    for reason, names in fallbacks.items():
         refuse_uncovered(config, describe_blocks(names), reason, REMEDIES.get(reason, CHANGE_BLOCKS))
 
 

@@ -13,7 +13,7 @@ and policies are replaced here and nowhere else, at once, by the rank that needs
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -302,15 +302,15 @@ class PolicyChoice:
 
     # Micro-batches that did not follow a policy.
 
-    def end_micro_batch(self, fallbacks: Mapping[str, int]) -> None:
+    def end_micro_batch(self, fallbacks: Mapping[str, Counter[str]]) -> None:
         """Count the finished micro-batch. `fallbacks` are its calls of blocks that did not follow their plans, by
-        reason."""
+        reason and block."""
         self._num_batches += 1
         record = self.current
         if record is None:
             self._run.fallbacks[NO_POLICY] += 1
         elif fallbacks:
-            self._num_diverged += 2 * sum(fallbacks.values()) > len(record.policy.blocks)
+            self._num_diverged += 2 * sum(blocks.total() for blocks in fallbacks.values()) > len(record.policy.blocks)
             budget = self._run.budget(record.profile)
             if budget.limits_peak and OTHER_OPERATORS in fallbacks:
                 self._run.warn_of_memory(

@@ -70,9 +70,9 @@ class FixedPolicyPhase(Phase):
 
     def end_micro_batch(self) -> None:
         fallbacks = self.handle.tape_cache.fallbacks
-        if fallbacks.blocks:
+        if fallbacks:
             refuse_fallbacks(self._run.config, fallbacks)
-        self._run.fallbacks.update(fallbacks.counts)
+        self._run.fallbacks.update({reason: blocks.total() for reason, blocks in fallbacks.items()})
 
     def end_step(self, step: int) -> None:
         if self._run.fallbacks:
@@ -211,7 +211,7 @@ class AdaptivePhase(FixedPolicyPhase):
         if self._profiler.live is not None:
             self._profiler.end_backward()
         super().end_micro_batch()
-        self.choice.end_micro_batch(self.handle.tape_cache.fallbacks.counts)
+        self.choice.end_micro_batch(self.handle.tape_cache.fallbacks)
 
     def begin_forward(self, inputs: Any) -> None:
         super().begin_forward(inputs)

@@ -69,7 +69,7 @@ class BlockExecutor:
             called = None if graph is None else graph(fn, args)
             return run_checkpointed(block, fn, args, kwargs, self._input_coders(), called, self.plan.tiling)
         if self._must_be_checkpointed:
-            self.tape_cache.fallbacks.add(UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS, self.name)
+            self.tape_cache.note_fallback(UNTRAINED if self.plan.kind == IDLE_KIND else OTHER_RANKS, self.name)
             return checkpoint_call(block, fn, *args)
         if self._is_plain:
             precision, before = _precision(args), self._precision
@@ -77,7 +77,7 @@ class BlockExecutor:
             if before == precision and (self.entries.recorded or self.entries.sized):
                 return fn(*args)
             if before not in (None, precision):
-                self.tape_cache.fallbacks.add(OTHER_OPERATORS, self.name)
+                self.tape_cache.note_fallback(OTHER_OPERATORS, self.name)
                 return checkpoint_call(block, fn, *args)
         key = self.known_shapes.key(block, fn, args, kwargs, self.plan.tiling)
         if key is None:
@@ -88,7 +88,7 @@ class BlockExecutor:
         """Run a call that Dynamo cannot trace, whose operators are therefore unknown."""
         reason = self.known_shapes.paths.untraced or ""
         self.tape_cache.warn_not_replayed(self.name, self.plan.kind, reason)
-        self.tape_cache.fallbacks.add(self.entries.fallback_of(reason), self.name)
+        self.tape_cache.note_fallback(self.entries.fallback_of(reason), self.name)
         return self._run_unreplayed(self.tape_cache.tapes_of_kind(self.plan.kind), block, fn, args)
 
     def _run_unreplayed(self, tapes: Sequence[Tape], block: nn.Module, fn: Any, args: tuple[Any, ...]) -> Any:
@@ -108,7 +108,7 @@ class BlockExecutor:
             entry = None
         if entry is None:
             return self._first_call(key, block, in_tiles(block, self.plan.tiling, fn), args, kwargs)
-        self.tape_cache.fallbacks.add(entry.fallback, self.name)
+        self.tape_cache.note_fallback(entry.fallback, self.name)
         self._latest = entry
         plan = entry.execution_plan
         if plan is None:
@@ -188,7 +188,7 @@ class BlockExecutor:
         current_key = self.known_shapes.with_current_layout(key, block)
         if current_key != key:
             return self._run_as(current_key, block, fn, args, kwargs)
-        self.tape_cache.fallbacks.add(OUT_OF_PLACE, self.name)
+        self.tape_cache.note_fallback(OUT_OF_PLACE, self.name)
         return self._run_unreplayed([entry.tape], block, in_tiles(block, self.plan.tiling, fn), args)
 
     def _call(
@@ -254,7 +254,7 @@ class BlockExecutor:
         self.known_shapes.paths.compare_graph(tape, fn, args)
         self.tape_cache.remember(tape, key, self.name)
         entry = self._latest = self.entries.add(key, tape, next_call=2)
-        self.tape_cache.fallbacks.add(entry.fallback, self.name)
+        self.tape_cache.note_fallback(entry.fallback, self.name)
         if entry.execution_plan is not None and not entry.execution_plan.is_plain:
             entry.unpacked_slots = recording.hand_over(entry.plan, self._codecs(entry), entry.codecs)
         recording.close()

@@ -53,29 +53,6 @@ This text is for batches of known sizes. `_OTHER_SIZE` is for batches of new siz
 """
 
 
-class Fallbacks:
-    """Counter of the block calls that did not follow the plan of their block, since the last `clear()`."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        """Number of calls by the reason for not following the plan."""
-        self.blocks: dict[str, list[str]] = {}
-        """Names of the blocks, by the reason for not following the plan, in the order of their first such calls."""
-
-    def add(self, reason: str | None, block: str) -> None:
-        """Count one call of `block` that did not follow its plan because of `reason`, if any."""
-        if reason is None:
-            return
-        self.counts[reason] += 1
-        names = self.blocks.setdefault(reason, [])
-        if block not in names:
-            names.append(block)
-
-    def clear(self) -> None:
-        self.counts.clear()
-        self.blocks.clear()
-
-
 class TapeCache:
     """Cache of a model's tapes, and of the execution plans built for these tapes.
 
@@ -115,8 +92,9 @@ class TapeCache:
         """True if the plans were made for a profile of this run, whose model may run other operators by now."""
         self.untraceable: Untraceable = OrderedDict()
         """Calls of the model's blocks that Dynamo cannot trace."""
-        self.fallbacks = Fallbacks()
-        """Counter of the block calls that did not follow their plan. The code that counts steps resets this counter."""
+        self.fallbacks: dict[str, Counter[str]] = {}
+        """Numbers of the calls that did not follow their plan, by reason and block. The code that counts steps clears
+        this dict."""
         self._warned: set[str] = set()
         self._has_unplanned = False
 
@@ -298,6 +276,11 @@ class TapeCache:
         if plan is None:
             plan = self.execution_plans[key] = ExecutionPlan(tape, choices, shared, self._is_partitioned)
         return plan
+
+    def note_fallback(self, reason: str | None, block: str) -> None:
+        """Count one call of `block` that did not follow its plan because of `reason`, if any."""
+        if reason is not None:
+            self.fallbacks.setdefault(reason, Counter())[block] += 1
 
     def warn_not_replayed(self, name: str, topic: str, reason: str | None) -> None:
         """Warn, once for each `topic`, that blocks such as `name` are not replayed because of `reason`."""

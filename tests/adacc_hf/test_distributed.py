@@ -93,7 +93,7 @@ def check(name, before):
     for policy in policies(profile):
         model, handle = applied(wrap, policy, before)
         ours = train(model, twice)
-        assert not handle.uncalled() and not handle.tape_cache.fallbacks.counts, handle.tape_cache.fallbacks.counts
+        assert not handle.uncalled() and not handle.tape_cache.fallbacks, handle.tape_cache.fallbacks
         assert all(executor.known_shapes for executor in handle.plans.strategies.values())
         handle.remove()
         assert len(ours) == len(plain)
@@ -120,7 +120,7 @@ def check_near(name, head):
         policy = policy_of_plans(tiled, [recompute_plan(tiled.kind_of(block)) for block in tiled.blocks])
     with apply_policy(model, policy, config) as handle:
         ours = train(model, twice)
-        assert not handle.tape_cache.fallbacks.counts, handle.tape_cache.fallbacks.counts
+        assert not handle.tape_cache.fallbacks, handle.tape_cache.fallbacks
         assert all(executor.known_shapes for executor in handle.plans.strategies.values())
     # Three steps of SGD multiply the difference of the first gradients (test_tiles.py, test_chunked_loss.py) by less
     # than ten.

@@ -14,7 +14,6 @@ from adacc_hf import AdaccCallback, AdaccConfig, AdaccSession
 from adacc_hf.adapt import run_profiler
 from adacc_hf.adapt.policy_checks import refuse_fallbacks
 from adacc_hf.artifacts.errors import UncoveredBlockError
-from adacc_hf.tape.tape_cache import Fallbacks
 
 LOSSLESS = {"actions": ("retain", "recompute"), "memory_budget": 0.6}
 COVERED = {**LOSSLESS, "on_uncovered": "error"}
@@ -176,8 +175,7 @@ def test_a_skipped_batch_is_no_error_but_an_update_without_a_forward_is_one(make
 
 
 def test_fallbacks_are_allowed_by_default():
-    fallbacks = Fallbacks()
-    fallbacks.add("new data", "h.0")
+    fallbacks = {"new data": ["h.0"]}
     refuse_fallbacks(AdaccConfig(), fallbacks)
     with pytest.raises(UncoveredBlockError, match=r"1 block \(h\.0\) would train without one: new data\. To cover"):
         refuse_fallbacks(AdaccConfig(on_uncovered="error"), fallbacks)

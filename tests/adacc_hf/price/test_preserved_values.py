@@ -71,7 +71,7 @@ def test_a_table_that_blocks_fill_is_recorded_filled(toy_model, toy_batch, run_s
     assert not [operator for operator in profile.kinds[0].operators if "cos" in operator.name]
     with apply_policy(model, uniform_policy(profile, "recompute"), CONFIG) as handle:
         assert_same_steps(run_steps(model, batch), plain)
-        assert not handle.tape_cache.fallbacks.counts
+        assert not handle.tape_cache.fallbacks
 
 
 # Arguments that blocks add to.

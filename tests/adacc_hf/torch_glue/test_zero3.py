@@ -93,7 +93,7 @@ else:
     policy = random_policy(profile, case["seed"], ("retain", "recompute", "compress"), lossless=True)
 handle = apply_policy(engine.module, policy, config)
 ours = train(engine)
-fallbacks = dict(handle.tape_cache.fallbacks.counts)
+fallbacks = dict(handle.tape_cache.fallbacks)
 collectives = sum(tape.has_collectives for tape in handle.tape_cache.tapes.values())
 handle.remove()
 differences = [float((a - b).norm() / b.norm().clamp(min=1e-3)) for a, b in zip(ours, plain, strict=True)]
