@@ -185,15 +185,16 @@ void write_bytes(const typename T::Stored* __restrict x, u8* __restrict out, con
 }
 
 template <class T>
-void encode_symmetric(const typename T::Stored* x, u8* codes, u16* peaks, int bits, const Groups a) {
+void encode_symmetric(const void* values, u8* codes, u16* peaks, int bits, const Groups a) {
+    const auto* x = static_cast<const typename T::Stored*>(values);
 #pragma omp parallel for num_threads(a.threads) schedule(static)
     for (int64_t p = 0; p < a.rows; ++p) {
         typename T::Stored buffers[2][MAX_GROUP];
         auto prepare = [&](int64_t group, auto* buffer, Group& steps) {
-            const auto* values = group_of<T>(x, a, group, buffer, 0);
-            peaks[group] = peak_in<T>(values, a.size, a.sign);
+            const auto* elements = group_of<T>(x, a, group, buffer, 0);
+            peaks[group] = peak_in<T>(elements, a.size, a.sign);
             steps = {0.0f, inverse_of(T::peak(peaks[group]), a.factor)};
-            return values;
+            return elements;
         };
         Group low_steps, high_steps;
         const auto* low = prepare(p, buffers[0], low_steps);
@@ -217,7 +218,8 @@ void read_codes(typename T::Stored* __restrict out, const u8* __restrict codes, 
 }
 
 template <class T>
-void decode_symmetric(typename T::Stored* out, const u8* codes, const u16* peaks, int bits, const Groups a) {
+void decode_symmetric(void* values, const u8* codes, const u16* peaks, int bits, const Groups a) {
+    auto* out = static_cast<typename T::Stored*>(values);
     const float none = -0.0f;  // leaves every sum as it is, the sign of a zero included
 #pragma omp parallel for num_threads(a.threads) schedule(static)
     for (int64_t p = 0; p < a.rows; ++p) {
@@ -266,20 +268,21 @@ void range_of(const typename T::Stored* x, int64_t count, float& low, float& hig
 }
 
 template <class T>
-void encode_asymmetric(const typename T::Stored* x, u8* codes, typename T::Stored* offsets, u16* half_ranges,
-                       const Groups a) {
+void encode_asymmetric(const void* values, u8* codes, void* stored_offsets, u16* half_ranges, const Groups a) {
+    const auto* x = static_cast<const typename T::Stored*>(values);
+    auto* offsets = static_cast<typename T::Stored*>(stored_offsets);
 #pragma omp parallel for num_threads(a.threads) schedule(static)
     for (int64_t p = 0; p < a.rows; ++p) {
         typename T::Stored buffers[2][MAX_GROUP];
         auto prepare = [&](int64_t group, auto* buffer, Group& steps) {
-            const auto* values = group_of<T>(x, a, group, buffer, x[a.numel - 1]);
+            const auto* elements = group_of<T>(x, a, group, buffer, x[a.numel - 1]);
             float low, high;
-            range_of<T>(values, a.size, low, high);
+            range_of<T>(elements, a.size, low, high);
             half_ranges[group] = u16(bit_cast<u32>(high * 0.5f - low * 0.5f) >> 16);
             offsets[group] = T::save(low);
             const float inverse = inverse_of(from_bf16(half_ranges[group]), a.factor);
             steps = {low * 0.5f, inverse};
-            return values;
+            return elements;
         };
         Group low_steps, high_steps;
         const auto* low = prepare(p, buffers[0], low_steps);
@@ -289,8 +292,10 @@ void encode_asymmetric(const typename T::Stored* x, u8* codes, typename T::Store
 }
 
 template <class T>
-void decode_asymmetric(typename T::Stored* out, const u8* codes, const typename T::Stored* offsets,
-                       const u16* half_ranges, const Groups a) {
+void decode_asymmetric(void* values, const u8* codes, const void* stored_offsets, const u16* half_ranges,
+                       const Groups a) {
+    auto* out = static_cast<typename T::Stored*>(values);
+    const auto* offsets = static_cast<const typename T::Stored*>(stored_offsets);
 #pragma omp parallel for num_threads(a.threads) schedule(static)
     for (int64_t p = 0; p < a.rows; ++p) {
         const int64_t q = p + a.rows, low = p * a.size, high = q * a.size;
@@ -324,7 +329,8 @@ void write_row(const typename T::Stored* __restrict row, const float* __restrict
 }
 
 template <class T>
-void encode_columns(const typename T::Stored* x, u8* codes, u16* peaks, const Columns a) {
+void encode_columns(const void* values, u8* codes, u16* peaks, const Columns a) {
+    const auto* x = static_cast<const typename T::Stored*>(values);
     using Key = typename T::Key;
     static const typename T::Stored zeros[TILE] = {};
 #pragma omp parallel for collapse(2) num_threads(a.threads) schedule(static)
@@ -365,7 +371,8 @@ void read_row(typename T::Stored* __restrict out, const u8* __restrict codes, co
 }
 
 template <class T>
-void decode_columns(typename T::Stored* out, const u8* codes, const u16* peaks, const Columns a) {
+void decode_columns(void* values, const u8* codes, const u16* peaks, const Columns a) {
+    auto* out = static_cast<typename T::Stored*>(values);
 #pragma omp parallel for num_threads(a.threads) schedule(static)
     for (int64_t row = 0; row < a.rows; ++row) {
         const int64_t group = row / a.size;
@@ -409,7 +416,8 @@ void write_fp8(const typename T::Stored* __restrict x, u8* __restrict codes, con
 }
 
 template <class T>
-void encode_fp8(const typename T::Stored* x, u8* codes, u16* peaks, const RowGroups a) {
+void encode_fp8(const void* values, u8* codes, u16* peaks, const RowGroups a) {
+    const auto* x = static_cast<const typename T::Stored*>(values);
     each_group(a, [=](int64_t group, int64_t first, int64_t count) {
         peaks[group] = peak_in<T>(x + first, count, 0);
         const float inverse = inverse_of(T::peak(peaks[group]), a.factor);
@@ -431,7 +439,8 @@ void read_fp8(typename T::Stored* __restrict out, const u8* __restrict codes, co
 }
 
 template <class T>
-void decode_fp8(typename T::Stored* out, const u8* codes, const u16* peaks, const RowGroups a) {
+void decode_fp8(void* values, const u8* codes, const u16* peaks, const RowGroups a) {
+    auto* out = static_cast<typename T::Stored*>(values);
     each_group(a, [=](int64_t group, int64_t first, int64_t count) {
         read_fp8<T>(out + first, codes + first, count, T::peak(peaks[group]) * a.factor);
     });
@@ -487,20 +496,13 @@ extern "C" {
 void adacc_encode_groups(const void* x, u8* codes, u16* peaks, const void* keep, int64_t numel, int64_t size, int64_t rows,
                          int64_t channels, int dtype, int bits, float factor, int with_sign, int threads) {
     const Groups a{numel, size, rows, keep, channels, factor, u32(with_sign), threads};
-    dispatch(dtype, [&](auto type) {
-        using T = decltype(type);
-        const auto* values = static_cast<const typename T::Stored*>(x);
-        encode_symmetric<T>(values, codes, peaks, bits, a);
-    });
+    dispatch(dtype, [&](auto type) { encode_symmetric<decltype(type)>(x, codes, peaks, bits, a); });
 }
 
 void adacc_decode_groups(void* out, const u8* codes, const u16* peaks, int64_t numel, int64_t size, int64_t rows,
                          int dtype, int bits, float factor, int threads) {
     const Groups a{numel, size, rows, nullptr, 1, factor, 0, threads};
-    dispatch(dtype, [&](auto type) {
-        using T = decltype(type);
-        decode_symmetric<T>(static_cast<typename T::Stored*>(out), codes, peaks, bits, a);
-    });
+    dispatch(dtype, [&](auto type) { decode_symmetric<decltype(type)>(out, codes, peaks, bits, a); });
 }
 
 void adacc_copy_channels(void* x, void* kept, const int* indices, int64_t rows, int64_t channels, int64_t count,
@@ -514,57 +516,37 @@ void adacc_copy_channels(void* x, void* kept, const int* indices, int64_t rows, 
 void adacc_encode_asymmetric(const void* x, u8* codes, void* offsets, u16* half_ranges, int64_t numel, int64_t size,
                              int64_t rows, int dtype, float factor, int threads) {
     const Groups a{numel, size, rows, nullptr, 1, factor, 0, threads};
-    dispatch(dtype, [&](auto type) {
-        using Stored = typename decltype(type)::Stored;
-        encode_asymmetric<decltype(type)>(static_cast<const Stored*>(x), codes, static_cast<Stored*>(offsets),
-                                          half_ranges, a);
-    });
+    dispatch(dtype, [&](auto type) { encode_asymmetric<decltype(type)>(x, codes, offsets, half_ranges, a); });
 }
 
 void adacc_decode_asymmetric(void* out, const u8* codes, const void* offsets, const u16* half_ranges, int64_t numel,
                              int64_t size, int64_t rows, int dtype, float factor, int threads) {
     const Groups a{numel, size, rows, nullptr, 1, factor, 0, threads};
-    dispatch(dtype, [&](auto type) {
-        using Stored = typename decltype(type)::Stored;
-        decode_asymmetric<decltype(type)>(static_cast<Stored*>(out), codes, static_cast<const Stored*>(offsets),
-                                           half_ranges, a);
-    });
+    dispatch(dtype, [&](auto type) { decode_asymmetric<decltype(type)>(out, codes, offsets, half_ranges, a); });
 }
 
 void adacc_encode_columns(const void* x, u8* codes, u16* peaks, int64_t rows, int64_t columns, int64_t size,
                           int64_t pairs, int dtype, float factor, int threads) {
     const Columns a{rows, columns, size, pairs, factor, threads};
-    dispatch(dtype, [&](auto type) {
-        using T = decltype(type);
-        encode_columns<T>(static_cast<const typename T::Stored*>(x), codes, peaks, a);
-    });
+    dispatch(dtype, [&](auto type) { encode_columns<decltype(type)>(x, codes, peaks, a); });
 }
 
 void adacc_decode_columns(void* out, const u8* codes, const u16* peaks, int64_t rows, int64_t columns, int64_t size,
                           int64_t pairs, int dtype, float factor, int threads) {
     const Columns a{rows, columns, size, pairs, factor, threads};
-    dispatch(dtype, [&](auto type) {
-        using T = decltype(type);
-        decode_columns<T>(static_cast<typename T::Stored*>(out), codes, peaks, a);
-    });
+    dispatch(dtype, [&](auto type) { decode_columns<decltype(type)>(out, codes, peaks, a); });
 }
 
 void adacc_encode_fp8(const void* x, u8* codes, u16* peaks, int64_t rows, int64_t columns, int64_t size, int dtype,
                       float factor, int threads) {
     const RowGroups a{rows, columns, size, factor, threads};
-    dispatch(dtype, [&](auto type) {
-        using T = decltype(type);
-        encode_fp8<T>(static_cast<const typename T::Stored*>(x), codes, peaks, a);
-    });
+    dispatch(dtype, [&](auto type) { encode_fp8<decltype(type)>(x, codes, peaks, a); });
 }
 
 void adacc_decode_fp8(void* out, const u8* codes, const u16* peaks, int64_t rows, int64_t columns, int64_t size,
                       int dtype, float factor, int threads) {
     const RowGroups a{rows, columns, size, factor, threads};
-    dispatch(dtype, [&](auto type) {
-        using T = decltype(type);
-        decode_fp8<T>(static_cast<typename T::Stored*>(out), codes, peaks, a);
-    });
+    dispatch(dtype, [&](auto type) { decode_fp8<decltype(type)>(out, codes, peaks, a); });
 }
 
 void adacc_pack_bits(const void* x, u8* packed, void* pattern, int64_t numel, int64_t num_bytes, int itemsize,
