@@ -1,4 +1,4 @@
-"""An `autograd.Function` as one operator of a tape: the call, its arguments in parts, and a second run of the forward.
+"""An `autograd.Function` as one operator of a tape: the call, its arguments, and a second run of the forward.
 
 The dispatcher does not see a kernel that a Function launches by address (Triton, ctypes), so the memory that the kernel
 fills looks unwritten. But the Function itself is Python. The Function's `forward` fills the same memory again if
@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from torch.autograd.function import Function, FunctionCtx
 
 from adacc_hf.tape.tape import geometry_of, leaves, map_tensors
@@ -29,22 +28,12 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, np.gene
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CODE = (types.FunctionType, types.BuiltinFunctionType)
 _DEPTH = 4
-"""Maximum nesting depth of containers and objects in the arguments of an `autograd.Function`."""
+"""Maximum nesting depth of containers in the arguments of an `autograd.Function`."""
 
 
 class NotReplayableError(Exception):
     """Error raised if an `autograd.Function` cannot be recorded as one operator of a tape. The message completes a
     sentence that begins with "the Function"."""
-
-
-class Parts(NamedTuple):
-    """Class and attributes of an object in the arguments of an `autograd.Function`, from which replay builds the object
-    again."""
-
-    kind: type
-    attributes: Any
-    """Items of a `torch.Size`, or the `__dict__` of any other object. Objects among these items and values are replaced
-    by their parts too."""
 
 
 class FunctionCall(NamedTuple):
@@ -81,12 +70,12 @@ class FunctionTarget:
         return f"{self.namespace}.{self.function.__module__}.{self.function.__qualname__}"
 
     def __call__(self, *args: Any, call: FunctionCall) -> tuple[Any, ...]:
-        """Run the forward of the `autograd.Function` on `args`, the result of `decompose_arguments`. If gradients are
-        enabled, run `Function.apply`, which connects the results to the Function's backward."""
-        arguments = compose_arguments(args, call.requires_grad)
+        """Run the forward of the `autograd.Function` on `args`. If gradients are enabled, run `Function.apply`, which
+        connects the results to the Function's backward."""
         with autocast_as(call.autocast):
             if torch.is_grad_enabled():
-                return self._apply(arguments)
+                return self._apply(args)
+            arguments = _with_flags(args, call.requires_grad)
             context = _ReplayContext(self.function, arguments)
             if has_setup(self.function):
                 result = self.function.forward(*arguments)
@@ -141,62 +130,40 @@ def flatten_results(result: Any, saved: list[torch.Tensor]) -> tuple[Any, ...]:
 
 def results_of(result: Any) -> Any:
     """Return the result of an `autograd.Function` with None in place of each tensor. Raise NotReplayableError if the
-    result contains an object that replay cannot build again."""
-    return map_tensors(_decompose_argument(result, _DEPTH), torch.Tensor, lambda _: None)
+    result contains an object that replay cannot return again."""
+    check_argument(result)
+    return map_tensors(result, torch.Tensor, lambda _: None)
 
 
 # Arguments.
 
 
-def decompose_arguments(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an `autograd.Function`, with each object replaced by its class and attributes (`Parts`).
-    Raise NotReplayableError for an object that cannot be created again from numbers, strings and tensors."""
-    return tuple([_decompose_argument(argument, _DEPTH) for argument in args])
-
-
-def _decompose_argument(value: Any, depth: int) -> Any:
-    """Decompose one argument, whose containers and objects are nested at most `depth` levels deep."""
+def check_argument(value: Any, depth: int = _DEPTH) -> None:
+    """Raise NotReplayableError for an argument of an `autograd.Function` that a tape cannot hold: an object that is
+    not made of numbers, strings and plain tensors, in containers that are nested at most `depth` levels deep."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         if not is_plain(value) or value.layout is not torch.strided:
             raise NotReplayableError(f"has an argument of type {kind.__name__}, which is not a plain tensor")
-        return value
-    if isinstance(value, (*_PLAIN, *_PLAIN_OF_TORCH)):
-        return value
-    if isinstance(value, _CODE) and not getattr(value, "__closure__", None):
-        return value
+        return
+    is_code = isinstance(value, _CODE) and not getattr(value, "__closure__", None)
+    if is_code or isinstance(value, (*_PLAIN, *_PLAIN_OF_TORCH)):
+        return
+    is_dict = kind is dict and all(isinstance(key, (str, int)) for key in value)
+    if not is_dict and kind not in (tuple, list, torch.Size) and not hasattr(value, "_fields"):
+        raise NotReplayableError(f"has an argument of type {kind.__module__}.{kind.__qualname__}")
     if depth == 0:
         raise NotReplayableError(f"has arguments nested deeper than {_DEPTH} containers")
-    if kind in (tuple, list) or hasattr(value, "_fields"):
-        items = [_decompose_argument(item, depth - 1) for item in value]
-        return kind(*items) if hasattr(value, "_fields") else kind(items)
-    if kind is dict and all(isinstance(key, (str, int)) for key in value):
-        return {key: _decompose_argument(item, depth - 1) for key, item in value.items()}
-    if kind is torch.Size:
-        return Parts(kind, tuple(value))
-    if _is_made_of_attributes(value):
-        return Parts(kind, {name: _decompose_argument(item, depth - 1) for name, item in vars(value).items()})
-    raise NotReplayableError(f"has an argument of type {kind.__module__}.{kind.__qualname__}")
+    for item in value.values() if is_dict else value:
+        check_argument(item, depth - 1)
 
 
-def _is_made_of_attributes(value: Any) -> bool:
-    """Return True if an object's `__dict__` is its whole state: no module, container or C++ object."""
-    kind = type(value)
-    is_simple = kind.__new__ is object.__new__ and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
-    return is_simple and not any(vars(base).get("__slots__") for base in kind.__mro__)
-
-
-def compose_arguments(args: tuple[Any, ...], requires_grad: tuple[bool, ...]) -> tuple[Any, ...]:
-    """Rebuild the arguments of an `autograd.Function` from `args`, the result of `decompose_arguments`. If gradients
-    are disabled, the tensors get the recorded `requires_grad` flags."""
+def _with_flags(args: tuple[Any, ...], requires_grad: tuple[bool, ...]) -> tuple[Any, ...]:
+    """Return the arguments of an `autograd.Function` with detached tensors that have the recorded flags
+    `requires_grad`."""
     flags = iter(requires_grad)
-
-    def tensor_of(tensor: torch.Tensor) -> torch.Tensor:
-        flag = next(flags)
-        return tensor if torch.is_grad_enabled() else tensor.detach().requires_grad_(flag)
-
-    composed: tuple[Any, ...] = map_tensors(map_tensors(args, torch.Tensor, tensor_of), Parts, _compose_object)
-    return composed
+    flagged: tuple[Any, ...] = map_tensors(args, torch.Tensor, lambda t: t.detach().requires_grad_(next(flags)))
+    return flagged
 
 
 def on_copies(args: Any, copies: Mapping[int, torch.Tensor]) -> Any:
@@ -207,16 +174,6 @@ def on_copies(args: Any, copies: Mapping[int, torch.Tensor]) -> Any:
         return tensor if copy is None else copy.as_strided(*geometry_of(tensor))
 
     return map_tensors(args, torch.Tensor, on_copy)
-
-
-def _compose_object(parts: Parts) -> Any:
-    """Return the object that `parts` describes."""
-    attributes = map_tensors(parts.attributes, Parts, _compose_object)
-    if parts.kind is torch.Size:
-        return torch.Size(attributes)
-    composed: Any = object.__new__(parts.kind)
-    vars(composed).update(attributes)
-    return composed
 
 
 # The state around a call.

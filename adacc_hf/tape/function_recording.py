@@ -13,7 +13,7 @@ results with other bits (rule R7).
 If a second run of the forward would not give the same result, the Function keeps its operators, and the results that
 these operators do not recompute are stored. `refusal_reasons` contains the reason: the Function writes into an input of
 the block or a parameter, marks arguments as dirty, reads tensors that are not among its arguments, draws random
-numbers, changes Python values, or has arguments that cannot be created again.
+numbers, changes Python values, or has arguments that a tape cannot hold.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from adacc_hf.tape.function_operators import (
     Surroundings,
     autocast_as,
     call_of,
-    decompose_arguments,
+    check_argument,
     flatten_results,
     is_one_operator,
     keeps_saved_tensors,
@@ -91,7 +91,6 @@ class _FunctionRun:
 
     function: type[Function]
     args: tuple[Any, ...]
-    """The arguments, with each object replaced by its class and attributes (`decompose_arguments`)."""
     call: FunctionCall
     result: Any
     saved: list[torch.Tensor]
@@ -219,15 +218,9 @@ class FunctionRecorder:
         if not all(map(is_plain, _argument_tensors(args))):  # DTensors, whose operators run on local tensors
             with self._inside_function():
                 return forward_call.run()
-        parts: tuple[Any, ...] | None = None
-        reason = ""
-        try:
-            parts = decompose_arguments(args)
-        except NotReplayableError as error:
-            reason = str(error)
         states = RandomStates([self._device])
-        arguments = {storage_key(t.untyped_storage()): t for t in _argument_tensors(args if parts is None else parts)}
-        function_call = None if parts is None else call_of(function, parts)
+        arguments = {storage_key(t.untyped_storage()): t for t in _argument_tensors(args)}
+        function_call = call_of(function, args)
         with self.paused():  # this mode is active, unlike in an operator
             self._release_results()
             for tensor in arguments.values():
@@ -245,11 +238,11 @@ class FunctionRecorder:
             is_complete = is_wrapped or self._recomputes_all(mark, returned, written)
         if not is_complete:
             try:
-                if parts is None or function_call is None:
-                    raise NotReplayableError(reason)
+                for argument in args:
+                    check_argument(argument)
                 if states.have_advanced():
                     raise NotReplayableError("draws random numbers")
-                self._replace(_FunctionRun(function, parts, function_call, result, saved, mark, written))
+                self._replace(_FunctionRun(function, args, function_call, result, saved, mark, written))
             except NotReplayableError as why:
                 self.refusal_reasons[f"{function.__module__}.{function.__qualname__}"] = str(why)
                 self.unseen_writes.update(storage_key(t.untyped_storage()) for t in written)

@@ -40,9 +40,7 @@ def make_function(shape):
     """Return a Function of that shape. Its backward is no derivative, and depends on every bit of the saved tensors."""
 
     def compute(x, weights, scale):
-        weight = (
-            weights if isinstance(weights, torch.Tensor) else weights.w if shape.weights == "object" else weights[0]
-        )
+        weight = weights if isinstance(weights, torch.Tensor) else weights[0]
         inner, out = torch.empty_like(x), torch.empty(x.shape, dtype=x.dtype)
         write_unseen(inner, read_unseen(x) * scale)
         write_unseen(out, np.tanh(read_unseen(inner)) * read_unseen(weight.contiguous()))
@@ -100,7 +98,7 @@ def make_function(shape):
 def shapes(draw):
     has_setup = draw(st.booleans())
     names = ["x", "out", "none"] if has_setup else ["x", "inner", "out", "none"]
-    weights = draw(st.sampled_from(["tensor"] if has_setup else ["tensor", "list", "object"]))
+    weights = draw(st.sampled_from(["tensor"] if has_setup else ["tensor", "list"]))
     return Shape(
         has_setup=has_setup,
         dtype=draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])),
@@ -117,11 +115,6 @@ def shapes(draw):
 RESULTS = ["tensor", "pair", "with number", "with none"]
 
 
-class Weights:
-    def __init__(self, w):
-        self.w, self.name = w, "weights"
-
-
 def first_tensor(result):
     return result if isinstance(result, torch.Tensor) else next(t for t in result if isinstance(t, torch.Tensor))
 
@@ -130,7 +123,7 @@ def forward_with(function, shape):
     def forward(block, hidden):
         x = block.up(hidden).to(shape.dtype).contiguous()
         weight = block.down.weight[0].to(shape.dtype)
-        weights = {"tensor": weight, "list": [weight.detach()], "object": Weights(weight.detach())}[shape.weights]
+        weights = {"tensor": weight, "list": [weight.detach()]}[shape.weights]
         out = first_tensor(function.apply(x, weights, 1.5))
         return hidden + block.down(out.to(hidden.dtype)).tanh()
 

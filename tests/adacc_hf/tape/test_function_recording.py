@@ -189,6 +189,15 @@ def saved_before(block, hidden):
     return hidden + block.down(ScaleInPlace.apply(x.detach()).sigmoid()) + x
 
 
+class Three:
+    """A factor that is no number."""
+
+    __array_ufunc__ = None
+
+    def __rmul__(self, other):
+        return other * 3.0
+
+
 IN_PLACE, OTHER_BITS = "writes into its arguments", "gives different bits"
 
 
@@ -202,6 +211,7 @@ REFUSED = {
     "a global table": (through(Looking.apply), "Looking", "can reach tensors"),
     "a table in a closure": (through(in_a_closure(Scale).apply), "Closure", "can reach tensors"),
     "a tensor that stays": (through(Keeping.apply), "Keeping", "returns the same storage when it runs again"),
+    "an object as an argument": (through(Scale.apply, Three()), "Scale", "has an argument of type"),
     "random": (through(Drawing.apply), "Drawing", "draws random numbers"),
     "other bits": (through(NeverAlike.apply), "NeverAlike", OTHER_BITS),
 }
