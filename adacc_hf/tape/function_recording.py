@@ -263,7 +263,7 @@ class FunctionRecorder:
             recomputed_values = frozenset(required - unwritten)
         else:
             recomputed_values = exactly_replayed_values(
-                self._unsealed(), inner_operators, before.num_values, self.bases
+                self._unsealed(), inner_operators, self.bases, before.num_values, range(before.num_values)
             )
         storages = {self._storages[value] for value in changed}
         has_hidden_write = any(storage_key(t.untyped_storage()) not in storages for t in written)

@@ -27,38 +27,32 @@ def verify(tape: Tape, bases: list[torch.Tensor]) -> frozenset[int]:
     Of an overwritten value, only the parts that autograd saved can be compared. If autograd saved no part, only the
     values computed from it are compared.
     """
-    environment: Environment = [None] * len(tape.values)
-    for tape_value in tape.values:
-        if tape_value.place not in (None, "unknown") and not tape_value.overwritten:
-            environment[tape_value.index] = bases[tape_value.index]
-    exact_values: set[int] = set()
-    last_reader = {tape_value.index: max(tape.consumers(tape_value.index), default=-1) for tape_value in tape.values}
-    for operator in tape.operators:
-        _verify_operator(tape, operator, bases, environment, exact_values)
-        for value in [*operator.inputs(), *operator.results()]:
-            if last_reader[value] <= operator.index:
-                environment[value] = None
-    return obtainable_values(tape, exact_values, tape.saved_values())
+    return exactly_replayed_values(tape, tape.operators, bases, 0, tape.saved_values())
 
 
 def exactly_replayed_values(
-    tape: Tape, operators: Sequence[TapeOperator], num_outer: int, bases: list[torch.Tensor]
+    tape: Tape, operators: Sequence[TapeOperator], bases: list[torch.Tensor], num_outer: int, stored: Iterable[int]
 ) -> frozenset[int]:
-    """Replay the given `operators` of a tape, and return the values that these operators recompute bit for bit.
+    """Replay the given `operators` of a tape, and return the values that these operators recompute bit for bit, if the
+    values `stored` are stored.
 
     The inputs of `operators` are the first `num_outer` values, and the values that no operator computes. `bases`
     contains the recorded tensors, indexed by value.
     """
     environment: Environment = [None] * len(tape.values)
     for value in dict.fromkeys(value for operator in operators for value in operator.inputs()):
-        tape_value = tape.values[value]
-        is_outer = value < num_outer or tape_value.source is not None
+        place = tape.values[value].place
+        is_outer = place != "unknown" and (value < num_outer or place is not None)
         if is_outer and not _is_gone(tape, value):
             environment[value] = bases[value]
     exact_values: set[int] = set()
+    last_reader = {tape_value.index: max(tape.consumers(tape_value.index), default=-1) for tape_value in tape.values}
     for operator in operators:
         _verify_operator(tape, operator, bases, environment, exact_values)
-    return obtainable_values(replace(tape, operators=list(operators)), exact_values, range(num_outer))
+        for value in [*operator.inputs(), *operator.results()]:
+            if last_reader[value] <= operator.index:
+                environment[value] = None
+    return obtainable_values(replace(tape, operators=list(operators)), exact_values, stored)
 
 
 def _verify_operator(
