@@ -107,6 +107,9 @@ class BlockExecutor:
         if entry is not None and self._has_other_numbers(entry, fn, args):
             entry = None
         if entry is None:
+            current_key = self.known_shapes.with_current_layout(key, block)
+            if current_key != key:
+                return self._run_as(current_key, block, fn, args, kwargs)
             return self._first_call(key, block, in_tiles(block, self.plan.tiling, fn), args, kwargs)
         self.tape_cache.note_fallback(entry.fallback, self.name)
         self._latest = entry
@@ -133,7 +136,7 @@ class BlockExecutor:
             return False
         if not self.known_shapes.paths.has_other_numbers(plan.tape, fn, args):
             return False
-        self.tape_cache.distrust(symbolic_tape, self.name, "their numbers follow no polynomial")
+        self.tape_cache.distrust(symbolic_tape, self.name)
         self.entries.sized.clear()
         return True
 
@@ -243,14 +246,12 @@ class BlockExecutor:
         self, key: CallKey, block: nn.Module, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Record the block's first call with this `key` (traced path and sizes), unless autograd saves nothing."""
-        key = self.known_shapes.with_current_layout(key, block)
         if self._saves_nothing(block, args, kwargs):
             return fn(*args)
         recording = Recording(self.name, block, args, kwargs)
         result = recording.run(fn)
         tape = self.tape_cache.verified_tape(recording.recorder)
         self._must_be_checkpointed = _is_checkpointed_on_all_ranks(tape)
-        self.tape_cache.compare_with_symbolic_tape(tape, key, self.name)
         self.known_shapes.paths.compare_graph(tape, fn, args)
         self.tape_cache.remember(tape, key, self.name)
         entry = self._latest = self.entries.add(key, tape, next_call=2)

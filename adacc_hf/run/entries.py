@@ -57,9 +57,8 @@ class Entry:
 
     @property
     def is_current(self) -> bool:
-        """True if the entry's tape is recorded, or was computed from a symbolic tape that has not changed since."""
-        symbolic = self.symbolic_tape
-        return symbolic is None or (symbolic.is_active and self.tape.recomputable is symbolic.base.recomputable)
+        """True if the entry's tape is recorded, or was computed from a symbolic tape that is still in use."""
+        return self.symbolic_tape is None or self.symbolic_tape.is_active
 
 
 class PlanEntries:
@@ -142,9 +141,8 @@ class PlanEntries:
         return Entry(tape, calls, plan, codecs, symbolic_tape=symbolic_tape, fallback=fallback)
 
     def fallback_of(self, reason: str) -> str | None:
-        """Return the reason to record for calls under torch's checkpoint, or None if the plan requires them."""
-        is_planned = self.plan.is_plain or self.plan.is_checkpointed
-        return None if is_planned else f"torch's checkpoint, since {reason}"
+        """Return the reason to record for calls under torch's checkpoint, or None if the plan is plain."""
+        return None if self.plan.is_plain else f"torch's checkpoint, since {reason}"
 
     def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
         """Return (choice by value of `tape`, True if `tape` has the operators that the plan was made for).

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from adacc_hf.artifacts.files import put_latest
 from adacc_hf.artifacts.polynomials import Basis, Column, Polynomial, independent_sizes
-from adacc_hf.tape.replay_check import obtainable_values
 from adacc_hf.tape.tape import Blank, Tape, TensorRef, map_tensors
 
 ENOUGH_RECORDS = 3
@@ -110,8 +109,9 @@ class SymbolicTape:
         """Tapes evaluated from this symbolic tape, the latest last. At most MOST_SIZES."""
         tapes = [record.tape for record in records]
         recomputable = frozenset.intersection(*(tape.recomputable for tape in tapes))
-        equal = {v: e for v, e in tapes[0].equal.items() if all(tape.equal.get(v) == e for tape in tapes)}
-        self.base = replace(tapes[0], recomputable=recomputable, equal=_recomputable_pairs(equal, recomputable))
+        common = set.intersection(*(set(tape.equal.items()) for tape in tapes))
+        equal = {v: e for v, e in tapes[0].equal.items() if (v, e) in common and recomputable.issuperset((v, e))}
+        self.base = replace(tapes[0], recomputable=recomputable, equal=equal)
         """The tape that plans are built for. The tapes of all sizes have its values, operators and saved tensors."""
         self.is_active = True
         """True while calls at new sizes may run on tapes evaluated from this symbolic tape."""
@@ -170,14 +170,6 @@ class SymbolicTape:
         sizes, in its operators and all numbers. Return None if the polynomials are not valid at `sizes`."""
         numbers = self._expressions.at(sizes)
         return None if numbers is None else describe_numbers(tape) == (self._digest, numbers)
-
-    def refuse(self, values: Collection[int]) -> None:
-        """Exclude `values`, and those that replay could compute only from `values`, from replay at all sizes."""
-        recomputable = without_values(self.base, self.base.recomputable, values)
-        self.base = replace(
-            self.base, recomputable=recomputable, equal=_recomputable_pairs(self.base.equal, recomputable)
-        )
-        self.tapes_by_size.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,16 +328,6 @@ def _renumbered(tape: Tape, number: Callable[[int], int]) -> Tape:
         args, kwargs = map_tensors((operator.args, operator.kwargs), (TensorRef, Blank, int), with_leaf)
         operators.append(replace(operator, args=args, kwargs=kwargs))
     return replace(tape, values=values, operators=operators, slots=[with_ref(slot) for slot in tape.slots])
-
-
-def without_values(tape: Tape, recomputable: frozenset[int], values: Collection[int]) -> frozenset[int]:
-    """Return the values in `recomputable` that replay of `tape` can recompute although it never recomputes `values`."""
-    excluded = recomputable.intersection(values)
-    return obtainable_values(tape, recomputable - excluded, tape.saved_values()) if excluded else recomputable
-
-
-def _recomputable_pairs(equal: dict[int, int], recomputable: frozenset[int]) -> dict[int, int]:
-    return {v: other for v, other in equal.items() if v in recomputable and other in recomputable}
 
 
 def identity_of(records: Sequence[RecordedCall]) -> Hashable:

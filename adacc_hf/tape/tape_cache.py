@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -18,14 +18,13 @@ from adacc_hf.artifacts.policy import Choice
 from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.tape.guards import CallKey, Untraceable
 from adacc_hf.tape.recorder import Recorder
-from adacc_hf.tape.replay_check import equal_values, verify
+from adacc_hf.tape.replay_check import equal_values, obtainable_values, verify
 from adacc_hf.tape.symbolic_tape import (
     CallSizes,
     RecordedCall,
     SizeClassRecords,
     SymbolicTape,
     identity_of,
-    without_values,
 )
 from adacc_hf.tape.tape import Tape
 
@@ -81,8 +80,6 @@ class TapeCache:
         """Recorded calls, by block name and by size class."""
         self.symbolic_tapes: WeakValueDictionary[Hashable, SymbolicTape] = WeakValueDictionary()
         """Symbolic tapes that are alive, by the key of their records (`identity_of`)."""
-        self._refused: dict[str, set[int]] = {}
-        """Values that replay did not recompute bit for bit at some size, by `Tape.structure`."""
         self._alignment = 1
         """Multiples of this number and other sizes have separate symbolic tapes (`CallSizes.of`), because a GPU runs
         different operators for them."""
@@ -113,8 +110,7 @@ class TapeCache:
             with torch.no_grad(), autocast_off(tape):
                 tape.verified = self._verify(tape, recorder.bases)
                 tape.checksums = {}
-                refused = self._refused.get(tape.structure, set())
-                tape.recomputable = without_values(tape, tape.verified, tape.decisions() | refused)
+                tape.recomputable = obtainable_values(tape, tape.verified - tape.decisions(), tape.saved_values())
                 tape.equal = equal_values(tape, tape.recomputable)
             self._warn_stored(recorder, tape)
         tape.order = self._orders.get(_tape_structure(tape.structure))
@@ -172,45 +168,13 @@ class TapeCache:
         their tapes can be replayed. Return None otherwise."""
         return self._records_of(block, key)[0].untrusted
 
-    def refuse(self, symbolic_tape: SymbolicTape, values: Collection[int], block: str) -> None:
-        """Never replay `values` of these operators again, as their bits differed at a new size. Log a warning."""
-        names = ", ".join(symbolic_tape.base.values[value].name for value in sorted(values))
+    def distrust(self, symbolic_tape: SymbolicTape, block: str) -> None:
+        """Discard `symbolic_tape`, whose numbers are wrong at some size. From now on, each new size is recorded."""
         log.warning(
-            "Adacc: replay did not recompute %s of block %s bit for bit at a new size: retained from now on, at all "
-            "sizes",
-            names,
+            "Adacc: block %s runs other operators at some sizes of a batch than at others (their numbers follow no "
+            "polynomial): each new size is recorded from now on, which takes time; to avoid this, pad batches to few "
+            "lengths (pad_to_multiple_of)",
             block,
-        )
-        self._refused.setdefault(symbolic_tape.base.structure, set()).update(values)
-        for cached_tape in list(self.symbolic_tapes.values()):
-            if cached_tape.base.structure == symbolic_tape.base.structure:
-                cached_tape.refuse(values)
-
-    def compare_with_symbolic_tape(self, tape: Tape, key: CallKey, block: str) -> None:
-        """Compare a recorded `tape` with the block's symbolic tape at the same sizes (rule R7).
-
-        If the operators differ, discard the symbolic tape. If it recomputes a value that replay of the recorded tape
-        cannot recompute exactly, refuse this value.
-        """
-        match = self.symbolic_tape_at(key, block)
-        if match is None or tape.untrusted is not None:
-            return
-        symbolic_tape, sizes = match
-        agrees = symbolic_tape.agrees(tape, sizes)
-        if agrees is None:  # sizes that were equal by chance so far: another symbolic tape is fitted
-            return
-        if not agrees:
-            self.distrust(symbolic_tape, block, "one recorded size has different ones")
-        elif not tape.recomputable >= symbolic_tape.base.recomputable:
-            self.refuse(symbolic_tape, symbolic_tape.base.recomputable - tape.recomputable, block)
-
-    def distrust(self, symbolic_tape: SymbolicTape, block: str, reason: object) -> None:
-        """Discard `symbolic_tape` because of `reason`, and log this. From now on, each new size is recorded."""
-        log.warning(
-            "Adacc: block %s runs other operators at some sizes of a batch than at others (%s): each new size is "
-            "recorded from now on, which takes time; to avoid this, pad batches to few lengths (pad_to_multiple_of)",
-            block,
-            reason,
         )
         for by_size_class in self.records.values():
             for size_class_records in by_size_class.values():
@@ -231,7 +195,6 @@ class TapeCache:
         if symbolic_tape is None:
             symbolic_tape = SymbolicTape.of(records)
             if symbolic_tape is not None:
-                symbolic_tape.refuse(self._refused.get(symbolic_tape.base.structure, ()))
                 self.symbolic_tapes[key] = symbolic_tape
         return symbolic_tape
 
@@ -252,8 +215,6 @@ class TapeCache:
         self._of_calls.update(other._of_calls)
         self._orders.update(other._orders)
         self.untraceable.update(other.untraceable)
-        for structure, values in other._refused.items():
-            self._refused.setdefault(structure, set()).update(values)
         self._alignment = max(self._alignment, other._alignment)
         # Fit the symbolic tapes again: later findings about one in this cache must not affect `other`.
         for block, by_size_class in other.records.items():
@@ -270,8 +231,7 @@ class TapeCache:
         """Return the execution plan of `choices` for `tape`. `shared` are inputs that code outside the block keeps."""
         # Execution plans do not contain codecs: plans that differ only in outlier channels, say, share one.
         actions = tuple(sorted((value, choice.action) for value, choice in choices.items()))
-        equal = tuple(tape.equal.items())  # a symbolic tape has fewer equal values than its first recorded tape
-        key = tape.digest, (actions, shared, equal, tape.recomputable)
+        key = tape.digest, (actions, shared)
         plan = self.execution_plans.get(key)
         if plan is None:
             plan = self.execution_plans[key] = ExecutionPlan(tape, choices, shared, self._is_partitioned)

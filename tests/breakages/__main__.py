@@ -43,7 +43,7 @@ BREAKS: list[tuple[str, str, str]] = [
     ("adacc_hf/tape/replay_check.py", "return same_bits(replayed, recorded)", "return True"),
     ("adacc_hf/tape/replay.py", "environment[old] = copy_with_storage(bases[old])", "environment[old] = bases[old]"),
     ("adacc_hf/tape/symbolic_tape.py", "if before not in (None, digest):", "if False:"),
-    ("adacc_hf/tape/tape_cache.py", "tape.base.structure, set()).update(values)", "tape.base.structure, set())"),
+    ("adacc_hf/tape/tape_cache.py", "tape.verified - tape.decisions()", "tape.verified"),
     ("adacc_hf/run/policy_handle.py", 'self._chunk_head(plans.policy.head == "chunked")', "self._chunk_head(False)"),
     ("adacc_hf/head/chunked_loss.py", "total / (target != ignore_index).sum()", "total / target.numel()"),
     ("adacc_hf/head/chunked_loss.py", "padded[:, classes:] = -torch.inf", "padded[:, classes:] = 0.0"),
