@@ -93,16 +93,15 @@ class AdaccPartitioner(functorch.CustomPartitionerFn):
         """Reasons why torch's own partitioner partitions some regions (compiled graphs), which therefore have no
         budget: one per region."""
 
-    def start_over(self, share: float | None, plans: Sequence[RegionPlan] = ()) -> None:
+    def start_over(self, share: float | None) -> None:
         """Forget all regions (compiled graphs). Regions compiled from now on store at most the fraction `share` of
         their bytes.
 
         The fraction is relative to the bytes that plain torch.compile stores for backward. If `share` is None, regions
-        store the least possible. `plans` contains earlier plans for the same share. A region with an earlier plan
-        follows this plan. Regions that are compiled already change only after `torch._dynamo.reset`.
+        store the least possible. Regions that are compiled already change only after `torch._dynamo.reset`.
         """
         self.policy = self._initial_policy = CompiledPolicy(share=share)
-        self._recorded_plans = {plan.digest: plan for plan in plans}
+        self._recorded_plans = {}
         self._numbers.clear()
         self._num_split.clear()
 

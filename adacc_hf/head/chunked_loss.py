@@ -61,7 +61,6 @@ def chunked_cross_entropy(
     dtype: torch.dtype,
     ignore_index: int = -100,
     reduction: str = "mean",
-    num_rows: int | None = None,
 ) -> Tensor:
     """Return `F.cross_entropy(F.linear(rows, weight, bias), target)`, computed in chunks of rows.
 
@@ -71,13 +70,10 @@ def chunked_cross_entropy(
         dtype: dtype of the matrix products. Everything else is computed in float32, or in `dtype` if `dtype` is wider.
         ignore_index: class index of the rows that the loss ignores.
         reduction: "mean" or "sum".
-        num_rows: number of rows per chunk. None uses `chunk_rows`.
 
     Only one backward is possible, because backward passes the gradients computed in forward to autograd without a copy.
     """
-    if num_rows is None:
-        num_rows = chunk_rows(rows.shape[-1])
-    total = _ChunkedCrossEntropy.apply(rows, weight, bias, target, ignore_index, dtype, num_rows)
+    total = _ChunkedCrossEntropy.apply(rows, weight, bias, target, ignore_index, dtype)
     if reduction == "sum":
         return total
     return total / (target != ignore_index).sum()
@@ -95,11 +91,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         target: Tensor,
         ignore_index: int,
         dtype: torch.dtype,
-        num_rows: int,
     ) -> Tensor:
         needed = list(ctx.needs_input_grad[:3])
         with torch.autocast(rows.device.type, enabled=False):
-            ctx.gradients, total = _forward_in_chunks(rows, weight, bias, target, ignore_index, dtype, num_rows, needed)
+            ctx.gradients, total = _forward_in_chunks(rows, weight, bias, target, ignore_index, dtype, needed)
         return total
 
     @staticmethod
@@ -113,7 +108,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Scale in place, because a scaled copy of the weight's gradient would take the memory twice. Drop the list
         # first, so that autograd can use these tensors as gradients without a copy.
         gradients, ctx.gradients = ctx.gradients, None
-        return (*(None if g is None else g.mul_(gradient) for g in gradients), None, None, None, None)
+        return (*(None if g is None else g.mul_(gradient) for g in gradients), None, None, None)
 
 
 def _forward_in_chunks(
@@ -123,11 +118,10 @@ def _forward_in_chunks(
     target: Tensor,
     ignore_index: int,
     dtype: torch.dtype,
-    num_rows: int,
     needed: list[bool],
 ) -> tuple[list[Tensor | None], Tensor]:
-    """Compute the loss in chunks of `num_rows` rows. Return (gradients of rows, weight and bias, sum of the losses). A
-    gradient is None where its flag in `needed` is False."""
+    """Compute the loss in chunks of rows. Return (gradients of rows, weight and bias, sum of the losses). A gradient is
+    None where its flag in `needed` is False."""
     wide = torch.promote_types(dtype, torch.float32)
     cast_weight = weight.to(dtype)
     cast_bias = None if bias is None else bias.to(dtype)
@@ -136,6 +130,7 @@ def _forward_in_chunks(
     weight_gradient = torch.zeros_like(weight, dtype=wide) if needed[1] else None
     bias_gradient = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
     total = torch.zeros((), dtype=wide, device=rows.device)
+    num_rows = chunk_rows(rows.shape[-1])
     for start in range(0, rows.shape[0], num_rows)[: _most_chunks.get()]:
         chunk = slice(start, start + num_rows)
         inputs, labels = rows[chunk].to(dtype), target[chunk]
