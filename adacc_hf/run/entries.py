@@ -147,8 +147,8 @@ class PlanEntries:
     def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
         """Return (choice by value of `tape`, True if `tape` has the operators that the plan was made for).
 
-        With the plan's operators, values whose planned choice is impossible are retained. Otherwise the plan's choices
-        are transferred to matching values, and others get the choice with the least memory.
+        With the plan's operators, values whose planned choice is impossible are retained. With other operators, each
+        value gets the choice with the least memory, except in a block that runs plainly.
 
         Raise PolicyMismatchError if the tape's operators differ from those of the same call in the profile, unless the
         block has run the planned operators before: operators may change, when weights are frozen for example.
@@ -172,7 +172,9 @@ class PlanEntries:
                 return {}, False
             if not is_complete:
                 self.tape_cache.warn_unplanned(self.name, tape)
-            return choices_by_value(dict(self.plan.choices), tape, matching, with_loss=is_complete), is_complete
+            # A planned choice may store more bytes of other operators, as in another precision.
+            planned = dict(self.plan.choices) if is_complete else {}
+            return choices_by_value(planned, tape, matching), is_complete
         choices = dict(self.plan.choices)
         retained = unfit_values(choices, tape)
         if retained:

@@ -259,22 +259,18 @@ def can_follow(choice: Choice, tape: Tape, value: int) -> bool:
     return True
 
 
-def choices_by_value(
-    choices: Mapping[int, Choice], tape: Tape, same: Mapping[int, int], with_loss: bool
-) -> dict[int, Choice]:
-    """Transfer a plan's `choices` to `tape`, which has other operators than the tape that the plan was made for.
+def choices_by_value(choices: Mapping[int, Choice], tape: Tape, same: Mapping[int, int]) -> dict[int, Choice]:
+    """Transfer a plan's `choices` to `tape`, which saves other tensors than the tape that the plan was made for.
 
     `same` maps the values of the planned tape to values of `tape`. Values of `tape` that match no planned value get the
-    lossless choice with the least memory. If `with_loss` is False, lossy codecs are not transferred, because the effect
-    of a lossy codec on gradients was measured only for the planned operators.
+    lossless choice with the least memory.
     """
     planned = {same[value]: choice for value, choice in choices.items() if value in same}
     shared = {value for value in same.values() if tape.is_block_input(value)} - planned.keys()
     fitted = {value: choice for value, choice in least_memory_choices(tape).items() if value not in shared}
     for value in fitted.keys() & planned.keys():
-        choice = planned[value]
-        if can_follow(choice, tape, value) and (with_loss or choice.codec is None or codec_of(choice).lossless):
-            fitted[value] = choice
+        if can_follow(planned[value], tape, value):
+            fitted[value] = planned[value]
     return fitted | dict.fromkeys(unfit_values(fitted, tape), RETAIN)
 
 

@@ -1,8 +1,11 @@
 """Entries of a block's calls: the sizes that they keep, and forget."""
 
+from dataclasses import replace
+
 import torch
 
-from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
+from adacc_hf.artifacts.policy import Action
 from adacc_hf.run import entries as entries_module
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.tape import symbolic_tape
@@ -54,3 +57,26 @@ def test_the_least_recently_used_shape_is_forgotten(gpt2, token_batch, recomputi
         tapes = strategy.known_shapes.values()
         sizes = [next(v for v in t.values if t.is_block_input(v.index)).ref.geometry[0] for t in tapes]
     assert sizes == [(2, 5, 32), (2, 7, 32)]
+
+
+def test_other_operators_follow_no_plan(toy_model, run_steps):
+    """A call with other operators than the planned ones, for which a planned choice may store more bytes, stores as
+    little under a policy that retains some activations as under full recomputation."""
+
+    def forward(block, hidden):
+        hidden = block.up(hidden).tanh().exp()
+        return block.down(hidden.sin() if block.is_other else hidden)
+
+    model, choices = toy_model(forward, setup=lambda block: setattr(block, "is_other", False)), []
+    profile = profile_model(model, text_of(10), CONFIG)
+    retaining = solve_policy(profile, 0.7, replace(CONFIG, actions=("retain", "recompute")))
+    assert {choice.action for _, choice in retaining.plans[0].choices} == {Action.RETAIN, Action.RECOMPUTE}
+    for policy in (retaining, uniform_policy(profile, "recompute")):
+        with apply_policy(model, policy) as handle:
+            for layer in model.layers:
+                layer.is_other = True
+            run_steps(model, text_of(10), num_steps=1)
+            entries = handle.installation.calls["layers.0"].strategy.entries
+            choices += [entries.choices(entry.tape) for entry in entries.recorded.values()]
+    assert len(choices) == 2
+    assert choices[0] == choices[1]
