@@ -16,6 +16,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 from adacc_hf.adapt.corrections import MeasuringCodec, Observation, by_index, full_name
 from adacc_hf.adapt.gradient_check import BlockSample, check_peaks
@@ -91,21 +92,24 @@ class Tracking:
         self.num_tracked += self.is_on
 
     def _sample_names(self, record: SizePolicy) -> list[str]:
-        """Return the names of the blocks whose gradients are compared with exact ones. If a codec is suspected, this is
-        one block of each kind with lossy codecs: the block that was degraded last, or else the first. Otherwise it is
-        one lossy block, another in each tracking step, or none if the budget has no room for the comparison."""
-        names = lossy_blocks(record.policy)
-        if self.suspicion is not None:
-            in_order = sorted(names, key=lambda name: name not in self._degraded)
-            kinds = _kinds(record.profile, record.policy)
-            return list({kinds[name]: name for name in reversed(in_order)}.values())
-        budget = self._run.budget(record.profile)
+        """Return the names of the blocks whose gradients are compared with exact ones, as far as the budget has room
+        for the comparison. If a codec is suspected, this is one block of each kind with lossy codecs: the block that
+        was degraded last, or else the first. Otherwise it is one lossy block, another in each tracking step."""
+        names, policy = lossy_blocks(record.policy), record.policy
+        budget, room, needed = self._run.budget(record.profile), math.inf, dict.fromkeys(names, 0)
         if budget.limits_peak:
-            peaks = check_peaks(record.profile, record.policy)
-            names = [name for name in names if peaks[name] <= budget.nbytes]
+            room = budget.nbytes - policy.predicted_peak_bytes
+            needed = {n: peak - policy.predicted_peak_bytes for n, peak in check_peaks(record.profile, policy).items()}
+            names = [name for name in names if needed[name] <= room]
             if not names:
                 log.info("Adacc: the budget has no room to compare the gradient of a block with the exact one")
-        return [names[self.num_tracked % len(names)]] if names else []
+        if self.suspicion is None:
+            return [names[self.num_tracked % len(names)]] if names else []
+        in_order = sorted(names, key=lambda name: name not in self._degraded)
+        kinds = _kinds(record.profile, policy)
+        samples = list({kinds[name]: name for name in reversed(in_order)}.values())
+        totals = accumulate(needed[name] for name in samples)
+        return [name for name, total in zip(samples, totals, strict=True) if total <= room]
 
     def finish(self) -> Observation:
         """Correct the run's predictions by the measurements, which hold for the same blocks at all batch sizes, and
@@ -159,7 +163,7 @@ class Tracking:
         elif suspicion is None:
             return
         elif worst is None:
-            verdict = "no gradient was compared: the exact one is zero or not finite without compression too"
+            verdict = "no gradient was compared: the budget has no room, or the exact one is zero or not finite"
             log.warning("Adacc: %s; %s", suspicion, verdict)
         else:
             verdict = f"compression is not the cause: the relative error of gradients is at most {worst:.3g}"

@@ -304,6 +304,14 @@ def test_the_block_that_was_found_degraded_is_looked_at_again(model, batch):
     assert sampled_of_every_kind(session) == ["transformer.h.1"]
 
 
+def test_a_check_of_every_kind_stays_within_a_byte_budget(model, batch, tiny_budgets):
+    session = Session(model, batch, replace(COMPRESS, memory_budget=1.0), policy=compress_all)
+    needed = gradient_module.check_peaks(session.record.profile, session.policy)["transformer.h.0"]
+    for budget, names in ((needed, ["transformer.h.0"]), (needed - 1, [])):
+        session.run.corrections.tightened = budget
+        assert sampled_of_every_kind(session) == names
+
+
 def sampled_of_every_kind(session):
     """Return the blocks that a check of all kinds compares, and leave the turns of the others as they are."""
     session.tracking.suspicion = "a check"
