@@ -9,7 +9,7 @@ when they are due.
 3. Step ends: measurements correct the run's predictions (tracking.py, peak_check.py, corrections.py), and the policy
    in use is solved again if it then exceeds the budget; other sizes follow when they come. A micro-batch of the next
    step is recorded for a batch size without a policy. If the model now trains more blocks than the profile contains, or
-   runs other operators, the run begins again with its warm-up.
+   calls them more often or in another order, or runs other operators, the run begins again with its warm-up.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ at each of the first FIRST_LOOKS steps."""
 MOST_RESTARTS = 4
 """Number of times that a run may begin again with its warm-up, because the model runs other blocks or operators."""
 MORE_BLOCKS = "more blocks or parameters are trained than before"
+OTHER_ORDER = "blocks are called more often, or in another order, than in the profiled step"
 OTHER_OPERATORS = "most batches run other operators than the profiled one"
 
 
@@ -142,6 +143,9 @@ class AdaptivePhase(FixedPolicyPhase):
         """Number of finished steps of the run before this phase."""
         self._num_micro = run.loop.num_micro
         """Micro-batches per step that the predictions count."""
+        self._has_other_order = False
+        """True if a micro-batch of the step has called the blocks in another order than the profile contains."""
+        handle.installation.on_other_order = self._note_other_order
         self._parameters = list(run.model.parameters())
         self._num_trained = _num_trained(self._parameters)  # in the profiled step
         self._is_due = False
@@ -251,9 +255,21 @@ class AdaptivePhase(FixedPolicyPhase):
         if self._peaks.is_on:
             self._peaks.meter.end_backward()
 
+    def _note_other_order(self) -> None:
+        """Warn of the memory of the micro-batch, before it is taken, and begin again after the step."""
+        if self._profiler.live is None:
+            self._has_other_order = True
+            budget = self._run.budget(self.choice.shown.profile)
+            if budget.limits_peak:
+                text = f"{OTHER_ORDER}: the step may take more than memory_budget={budget.setting!r} allows"
+                self._run.warn_of_memory(text, key=OTHER_ORDER)
+
     def end_step(self, step: int) -> None:
         super().end_step(step)
         run, choice = self._run, self.choice
+        has_other_order, self._has_other_order = self._has_other_order, False
+        if has_other_order and self._is_alone and self._restart(OTHER_ORDER):
+            return
         if self._tracking.is_on:
             self._tracking.finish()
         if self._peaks.is_on:

@@ -26,7 +26,13 @@ from adacc_hf.artifacts.errors import (
 )
 from adacc_hf.run.block_search import checkpointed_layers, find_blocks, refuse_adapters, refuse_wrappers
 from adacc_hf.torch_glue.compat import FLAG, SETTER, Cache, PreTrainedModel, layerdrop_rates, only_reads_cache
-from adacc_hf.torch_glue.private import eval_frame_callback, outer_hooks, transform_level, unwritten_originals
+from adacc_hf.torch_glue.private import (
+    current_autograd_node,
+    eval_frame_callback,
+    outer_hooks,
+    transform_level,
+    unwritten_originals,
+)
 from adacc_hf.torch_glue.second_run import checkpoint_call
 from adacc_hf.torch_glue.zero3 import gather_together, gathers_inside
 
@@ -72,7 +78,7 @@ class BlockFunction:
     """Replacement of a block's `forward`, which runs the block's calls in train mode under a strategy. A copy of the
     model runs plainly."""
 
-    def __init__(self, name: str, block: nn.Module, strategy: Strategy, lock: Any) -> None:
+    def __init__(self, name: str, block: nn.Module, strategy: Strategy, owner: Installation) -> None:
         self.name = name
         self.block = block
         self.is_installed = True
@@ -82,8 +88,7 @@ class BlockFunction:
             own_forward = own_forward.own_forward
         self.own_forward: Callable[..., Any] | None = own_forward
         """The `forward` that other code has set on the block itself, or None."""
-        self._lock = lock
-        """Lock of the model, which a thread holds while it is inside a block."""
+        self._owner = owner
         self.calls = [BlockCall(name, strategy)]
         """The block's calls in a step, in order."""
         self.num_calls = 0
@@ -126,7 +131,7 @@ class BlockFunction:
             # A second run in backward would append to them.
             args = tuple(None if isinstance(argument, Cache) else argument for argument in args)
             kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
-        if not self._lock.acquire(blocking=False):
+        if not self._owner.lock.acquire(blocking=False):
             raise ConcurrentCallError(
                 f"block {self.name} is called in one thread while another thread is inside a block of the same model, "
                 f"so the calls of a step cannot be distinguished: train one model in one thread (a copy of it in "
@@ -135,6 +140,7 @@ class BlockFunction:
         try:
             with unwritten_originals():
                 call, fn = self.calls[self.next_call], partial(self.forward, **kwargs)
+                self._owner.note_call(call.name)
                 result = (call.observer or call.strategy).run(self.block, fn, args, kwargs)
                 self.next_call = (self.next_call + 1) % len(self.calls)
                 return result
@@ -146,7 +152,7 @@ class BlockFunction:
                 f"hooks of a policy or a checkpoint: {BLOCK_CLASSES_HINT}"
             ) from error
         finally:
-            self._lock.release()
+            self._owner.lock.release()
 
     def _refuse_keys(self, cache: Cache) -> None:
         """Raise ValueError if a key-value cache contains keys, or would contain the block's keys in plain training."""
@@ -207,10 +213,15 @@ class Installation:
         blocks = find_blocks(model, block_classes)
         refuse_wrappers(model)
         refuse_adapters(model)
-        lock = RLock()
-        self.blocks = {name: BlockFunction(name, block, PlainStrategy(), lock) for name, block in blocks}
+        self.lock = RLock()
+        """Lock of the model, which a thread holds while it is inside a block."""
+        self.blocks = {name: BlockFunction(name, block, PlainStrategy(), self) for name, block in blocks}
         self.calls = {name: function.calls[0] for name, function in self.blocks.items()}
         """Each call of a block in a step, by name."""
+        self.on_other_order: Callable[[], None] | None = None
+        """Function to call before a call of a block that comes earlier in `calls` than the call before it."""
+        self._places = {name: place for place, name in enumerate(self.calls)}
+        self._latest_place = -1
         self._num_calls_before = dict.fromkeys(self.blocks, 0)
         self._undo: list[tuple[nn.Module, str, Any]] = []
         self._restore_hooks = [gather_together(block, self._set) for _, block in blocks]
@@ -250,13 +261,21 @@ class Installation:
                 self.blocks[block].set_calls(number)
             call_by_name = {call.name: call for block in self.blocks.values() for call in block.calls}
             self.calls = {name: call_by_name[name] for name in calls}
+            self._places = {name: place for place, name in enumerate(calls)}
         self.begin_step()
 
     def begin_step(self) -> None:
         """Begin a step: the next call of each block counts as its first call in the step."""
+        self._latest_place = -1
         for name, function in self.blocks.items():
             self._num_calls_before[name] = function.num_calls
             function.next_call = 0
+
+    def note_call(self, name: str) -> None:
+        """Note that the call `name` of a block begins."""
+        before, self._latest_place = self._latest_place, self._places[name]
+        if self._latest_place <= before and self.on_other_order is not None and current_autograd_node() is None:
+            self.on_other_order()
 
     def reinstall(self, model: nn.Module) -> None:
         """Switch off the checkpointing of the blocks that other code has switched on in `model`. `remove` then restores

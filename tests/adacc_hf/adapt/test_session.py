@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 from adacc_hf import AdaccConfig, AdaccSession, remove_policy
 from adacc_hf.adapt import session as session_module
-from adacc_hf.adapt.policy_phases import AdaptivePhase
+from adacc_hf.adapt.policy_phases import OTHER_ORDER, AdaptivePhase
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING
@@ -765,3 +765,34 @@ def test_a_smaller_size_runs_under_a_policy_whose_codecs_it_is_too_small_for():
     session.close()
     assert codec_names
     assert session.num_steps == 8
+
+
+def calling_twice(model, batch):
+    return model(**batch).loss + model(**batch_of(99)).loss
+
+
+def calling_in_reverse(model, batch):
+    model.transformer.h = torch.nn.ModuleList(reversed(model.transformer.h))
+    return model(**batch).loss
+
+
+@pytest.mark.parametrize("loss_of", [calling_twice, calling_in_reverse])
+def test_blocks_called_in_another_order_are_warned_of_and_profiled(caplog, loss_of):
+    """The warning precedes the calls, whose memory no policy contains, and the next step is profiled."""
+    warned = []
+
+    def step(session, model, optimizer, batch, losses):
+        if len(losses) != 5:
+            return one_step(session, model, optimizer, batch, losses)
+
+        def loss_with_warnings(model, batch):
+            loss = loss_of(model, batch)
+            warned.append([record.levelname for record in caplog.records if OTHER_ORDER in record.getMessage()])
+            return loss
+
+        return stepping(loss_with_warnings)(session, model, optimizer, batch, losses)
+
+    run = train_as_plain(step, batches=BATCHES[:8], memory_budget="1GiB", **LOSSLESS)
+    assert warned[0] == ["WARNING"]
+    policies = [event["step"] for event in run.session.history if event.get("reason") == OTHER_ORDER]
+    assert policies == [7]
