@@ -29,7 +29,7 @@ from adacc_hf.price.batch import Batch, TrainingStep
 from adacc_hf.price.head_memory import HeadMeter
 from adacc_hf.price.idle_blocks import with_idle_blocks
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.memory_profile import CallMarks, gradient_bytes, kinds_in_step, step_layout
+from adacc_hf.price.memory_profile import CallMarks, gradient_bytes, kinds_in_step, step_layout, unwinds
 from adacc_hf.price.model_recorder import ModelRecorder, state_storages
 from adacc_hf.price.model_recording import ModelRecording
 from adacc_hf.price.shared_storage import storage_key_of
@@ -43,6 +43,11 @@ from adacc_hf.torch_glue.tensors import kept_by_autograd
 
 log = logging.getLogger(__name__)
 
+OTHER_BACKWARD = (
+    "Adacc: the backward of the blocks does not run once and in the reverse order of their forward, as with several "
+    "losses in a step: the next step may take more memory than its policy predicts. Call backward on the sum of the "
+    "losses, or on each loss before the next forward"
+)
 ONE_THREAD = "call the model in the thread that enters session.step(batch), or that calls trainer.train()"
 
 
@@ -238,6 +243,8 @@ class LiveStep:
         in_blocks_ms = sum(recording.kinds[block.kind].forward_ms for block in recording.blocks)
         kept_bytes = {block.name: recording.kept_bytes(block) for block in recording.blocks}
         layout = step_layout(self._meter.points, kept_bytes, self.recorder.leftovers)
+        if not isinstance(self.config.memory_budget, float) and not unwinds(self._meter.points):
+            log.warning(OTHER_BACKWARD)
         kinds, shared = kinds_in_step(recording, layout), recording.shared_tensors.records
         model, measurement = self._installation.model, self._measurement
         host_link, host_free_bytes = measurement.host_link(self.device, self.config, model)

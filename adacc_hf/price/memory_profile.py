@@ -103,6 +103,17 @@ def peak_between(points: Sequence[MemoryPoint], first: tuple[Any, ...], *until: 
     return max(point.max_bytes for point in points[start:end])
 
 
+def unwinds(points: Sequence[MemoryPoint]) -> bool:
+    """Return True if each backward of a block call in `points` belongs to the latest forward without one."""
+    trained, forwards = {point.label[1] for point in points if point.label[0] == "backward"}, list[str]()
+    for moment, *names in (point.label for point in points):
+        if moment == "enter" and names[0] in trained:
+            forwards.append(names[0])
+        elif moment == "backward" and (not forwards or forwards.pop() != names[0]):
+            return False
+    return True
+
+
 def step_layout(
     points: Sequence[MemoryPoint], kept_bytes: Mapping[str, tuple[int, int]], leftovers: Mapping[str, int]
 ) -> StepLayout:

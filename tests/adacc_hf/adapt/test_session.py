@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 from adacc_hf import AdaccConfig, AdaccSession, remove_policy
 from adacc_hf.adapt import session as session_module
 from adacc_hf.adapt.policy_phases import OTHER_ORDER, AdaptivePhase
+from adacc_hf.price.live_step import OTHER_BACKWARD
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
 from adacc_hf.torch_glue.compat import CHECKPOINTING
@@ -796,3 +797,17 @@ def test_blocks_called_in_another_order_are_warned_of_and_profiled(caplog, loss_
     assert warned[0] == ["WARNING"]
     policies = [event["step"] for event in run.session.history if event.get("reason") == OTHER_ORDER]
     assert policies == [7]
+
+
+def test_losses_with_backwards_in_the_order_of_their_forwards_are_warned_of(caplog):
+    def step(session, model, optimizer, batch, losses):
+        with session.step(batch):
+            for loss in [model(**part).loss for part in halves(batch)]:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+
+    run = train_as_plain(step, batches=BATCHES[:3], memory_budget="1GiB", **LOSSLESS)
+    assert run.session.num_steps == 3
+    assert [record.getMessage() for record in caplog.records].count(OTHER_BACKWARD) == 1

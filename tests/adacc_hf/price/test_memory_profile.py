@@ -11,9 +11,10 @@ from torch import nn
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
 from adacc_hf.price.measurement import Measurement
-from adacc_hf.price.memory_profile import CallMarks
+from adacc_hf.price.memory_profile import CallMarks, unwinds
 from adacc_hf.solve.simple_policies import random_policy, uniform_policy
 from adacc_hf.torch_glue.memory import measure_step
+from adacc_hf.torch_glue.meters import MemoryPoint
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
 
@@ -114,3 +115,19 @@ def test_frozen_blocks_have_no_backward():
     rows = torch.ones(2, 3)
     CallMarks(meter, Measurement()).run("a", partial(block, rows), (rows,), is_first=True)
     assert meter.labels == [("enter", "a"), ("leave", "a")]
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ("+a +b -b -a", True),
+        ("+a +b -b -a +c +d -d -c", True),
+        ("+frozen +a +b -b -a", True),
+        ("+a +b +c +d -d -c -b -a", True),
+        ("+a +b +c +d -b -a -d -c", False),
+        ("+a +b -b -a -b -a", False),
+    ],
+)
+def test_backwards_in_the_reverse_order_of_forwards(events, expected):
+    labels = [("start",), *(("enter" if event[0] == "+" else "backward", event[1:]) for event in events.split())]
+    assert unwinds([MemoryPoint(label, 0, 0) for label in labels]) == expected
