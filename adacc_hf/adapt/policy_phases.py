@@ -302,7 +302,8 @@ class AdaptivePhase(FixedPolicyPhase):
         run, profiler = self._run, self._profiler
         counted, state_bytes = profiler.counted_state_bytes, profiler.state_bytes(run.model, run.optimizer)
         extra_bytes = max(gather_from_all_ranks(0 if counted is None else state_bytes - counted))
-        run.num_without_state = 0 if extra_bytes or counted is None else run.num_without_state - 1
+        is_over, is_counted = extra_bytes > 0 or counted is None, state_bytes > 0 or not self._is_alone
+        run.num_without_state = 0 if is_over else run.num_without_state - is_counted
         profiler.counted_state_bytes = None if counted is None else state_bytes
         if extra_bytes > 0:
             self.add_static(extra_bytes, f"the optimizer created {extra_bytes} bytes of state")

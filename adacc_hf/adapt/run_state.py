@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 PolicySource = Policy | str | Path | Callable[[Profile], Policy]
 
 STATE_STEPS = 8
-"""Number of steps in which an optimizer's state is expected. In fp16, GradScaler skips the first updates."""
+"""Number of steps in which an optimizer with state may create more, or with several ranks any. In fp16, GradScaler
+skips the first updates."""
 UNWRITTEN = (
     "Adacc: some files could not be written into %s (%s), and training continues. Reports may be incomplete, and a run "
     "that resumes from there solves again: free space on the disk, or choose a folder that can be written"

@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 from adacc_hf import AdaccConfig, AdaccSession, remove_policy
 from adacc_hf.adapt import session as session_module
 from adacc_hf.adapt.policy_phases import OTHER_ORDER, AdaptivePhase
+from adacc_hf.adapt.run_state import STATE_STEPS
 from adacc_hf.price.live_step import OTHER_BACKWARD
 from adacc_hf.solve.simple_policies import uniform_policy
 from adacc_hf.solve.solver import least_policy
@@ -811,3 +812,17 @@ def test_losses_with_backwards_in_the_order_of_their_forwards_are_warned_of(capl
     run = train_as_plain(step, batches=BATCHES[:3], memory_budget="1GiB", **LOSSLESS)
     assert run.session.num_steps == 3
     assert [record.getMessage() for record in caplog.records].count(OTHER_BACKWARD) == 1
+
+
+def test_state_that_the_optimizer_creates_late_is_counted():
+    def step(session, model, optimizer, batch, losses):
+        with session.step(batch):
+            loss = model(**batch).loss
+            loss.backward()
+            if len(losses) > STATE_STEPS + 1:
+                optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+
+    run = train_as_plain(step, memory_budget="1GiB", **LOSSLESS).session.state
+    assert run.corrections.static_bytes == run.profiler.state_bytes(run.model, run.optimizer) > 0
