@@ -27,7 +27,6 @@ from adacc_hf.callbacks.preconditions import (
     refuse_offload,
     refuse_second_callback,
     refuse_second_run,
-    warn_of_checkpointing,
 )
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.trainer_loop import TrainerLoop, add_to_log, is_training_log, run_folder
@@ -135,7 +134,6 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
             session.begin_with(import_module(COMPILED_RUN).begin_compiled_run(session.state))
             return
         refuse_offload(args)
-        warn_of_checkpointing(args, session.state.model, self.config)
         saved = None
         if checkpoint is not None and not self._is_policy_given:
             # The first rank decides, even if the others cannot see its files.

@@ -1,19 +1,13 @@
-"""Checks by AdaccCallback when training begins: unsupported settings of the Trainer raise an error or a warning."""
+"""Checks by AdaccCallback when training begins: unsupported settings of the Trainer raise an error."""
 
 from __future__ import annotations
 
-import logging
-
-from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from adacc_hf.adapt.loop_hooks import warn_of_model_checkpointing
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.callbacks.trainer_guard import callbacks_of, calling_trainer
 from adacc_hf.callbacks.trainer_loop import compiler_of, parallelism_of
 from adacc_hf.torch_glue.compat import CHECKPOINTING, FLAG
-
-log = logging.getLogger(__name__)
 
 
 def refuse_data_parallel(args: TrainingArguments) -> None:
@@ -88,19 +82,3 @@ def refuse_host_memory(config: AdaccConfig) -> None:
             f"host_memory={config.host_memory!r} with torch_compile=True: compiled graphs keep all payloads on the "
             f"device; set host_memory=None, or train without torch_compile"
         )
-
-
-def warn_of_checkpointing(args: TrainingArguments, model: nn.Module, config: AdaccConfig) -> None:
-    """Warn, if gradient checkpointing is on, as in TRL by default, that the policy replaces it."""
-    if getattr(args, CHECKPOINTING):
-        log.warning(
-            "Adacc: %s=True%s: a policy replaces checkpointing. The policy's peak may be higher than the peak of "
-            "checkpointing, within memory_budget=%r. Set a smaller memory_budget to save more memory, and %s=False to "
-            "avoid this warning",
-            CHECKPOINTING,  # TRL sets the older name. If both are set, Transformers 5.23 uses the newer one.
-            f" (the default of {type(args).__name__})" if type(args).__module__.startswith("trl.") else "",
-            config.memory_budget,
-            CHECKPOINTING,
-        )
-    else:
-        warn_of_model_checkpointing(model, config.memory_budget)

@@ -193,15 +193,16 @@ def unwrapped_optimizer(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def warn_of_model_checkpointing(model: nn.Module, memory_budget: str | float | int) -> None:
-    """Warn, before a policy is applied, if checkpointing is on in `model`: LLaMA-Factory and ms-swift set it there."""
+def warn_of_checkpointing(model: nn.Module, memory_budget: str | float | int) -> None:
+    """Warn, before a policy is applied, if checkpointing is on in `model`: TRL, LLaMA-Factory and ms-swift set it."""
     if getattr(model, f"is_{CHECKPOINTING}", False):
         log.warning(
-            "Adacc: gradient checkpointing is on in the model, though not in the arguments: a policy replaces "
-            "checkpointing. The policy's peak may be higher than the peak of checkpointing, within memory_budget=%r. "
-            "Set a smaller memory_budget to save more memory, and switch checkpointing off to avoid this warning: "
-            "disable_gradient_checkpointing in LLaMA-Factory, --gradient_checkpointing false in ms-swift, "
+            "Adacc: gradient checkpointing is on in the model: a policy replaces checkpointing. The policy's peak may "
+            "be higher than the peak of checkpointing, within memory_budget=%r. Set a smaller memory_budget to save "
+            "more memory, and switch checkpointing off to avoid this warning: %s=False in the arguments of the Trainer "
+            "or of TRL, disable_gradient_checkpointing in LLaMA-Factory, --gradient_checkpointing false in ms-swift, "
             "model.%s_disable() elsewhere",
             memory_budget,
+            CHECKPOINTING,
             CHECKPOINTING,
         )

@@ -20,7 +20,7 @@ from adacc_hf.adapt.byte_batches import ByteBatches
 from adacc_hf.adapt.checkpoint_files import Saved, drop_files, load_from_checkpoint
 from adacc_hf.adapt.corrections import Corrections
 from adacc_hf.adapt.history import predictions
-from adacc_hf.adapt.loop_hooks import LoopHooks, unwrapped, unwrapped_optimizer, warn_of_model_checkpointing
+from adacc_hf.adapt.loop_hooks import LoopHooks, unwrapped, unwrapped_optimizer, warn_of_checkpointing
 from adacc_hf.adapt.phases import WarmUpPhase, follow
 from adacc_hf.adapt.policy_checks import refuse_policy
 from adacc_hf.adapt.run_profiler import TrainingLoop
@@ -337,8 +337,7 @@ class AdaccSession(RunView):
         run, source = self.state, self.state.source
         if remove_policy(run.model):
             log.warning("Adacc: the model's earlier policy or session is removed, because a model can have only one")
-        if self._is_own:
-            warn_of_model_checkpointing(run.model, self.config.memory_budget)
+        warn_of_checkpointing(run.model, self.config.memory_budget)
         self._place = Place.BETWEEN_STEPS
         run.num_before = run.current_step = step
         if isinstance(source, (str, Path, Policy)):

@@ -15,7 +15,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from torch import nn
 from transformers import PreTrainedModel
 
-from adacc_hf.adapt.loop_hooks import warn_of_model_checkpointing
 from adacc_hf.adapt.run_profiler import TrainingLoop
 from adacc_hf.adapt.run_state import PolicySource
 from adacc_hf.adapt.session import AdaccSession, SessionAdapter
@@ -82,7 +81,6 @@ class AdaccLightningCallback(SessionAdapter, Callback):
         refuse_unsupported(trainer, pl_module)
         model = language_model(pl_module, self._model)
         folder = trainer.log_dir if trainer.loggers else None
-        warn_of_model_checkpointing(model, self.config.memory_budget)
         loop = LightningLoop(trainer.accumulate_grad_batches, folder)
         self._session = AdaccSession(model, trainer.optimizers[0], self.config, policy=self._source, loop=loop)
         if trainer.global_step == 0:

@@ -395,7 +395,7 @@ def test_a_model_under_checkpointing_is_told_that_a_policy_replaces_it(caplog):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with AdaccSession(model, optimizer, **HALF) as session:
         train_on(session, model, optimizer, BATCHES[:1])
-    assert caplog.text.count("checkpointing is on in the model, though not in the arguments: a policy replaces") == 1
+    assert caplog.text.count("checkpointing is on in the model: a policy replaces") == 1
     assert getattr(model, f"is_{CHECKPOINTING}"), "closing the session restores the model"
 
 
