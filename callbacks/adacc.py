@@ -11,7 +11,6 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adacc_hf.adapt.checkpoint_files import load_from_checkpoint
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, refuse_uncovered
 from adacc_hf.adapt.run_state import PolicySource
 from adacc_hf.adapt.session import AdaccSession, SessionAdapter
@@ -30,7 +29,6 @@ from adacc_hf.callbacks.preconditions import (
 )
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
 from adacc_hf.callbacks.trainer_loop import TrainerLoop, add_to_log, is_training_log, run_folder
-from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
 
 log = logging.getLogger(__name__)
 
@@ -118,28 +116,22 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
             self._session = AdaccSession(model, optimizer, self.config, policy=self._source, loop=loop)
             refuse_second_callback(self, trainer)
             refuse_context_parallel(trainer)
-            self._session.state.checkpoint = guard.checkpoint
+            self._begin(trainer, self._session, guard.checkpoint)
             if self._batches_by_bytes:
                 self._steps = BatchedSteps(trainer, self._session)
                 guard.wrap("get_batch_samples", self._steps.get_batch_samples)
-            self._begin(trainer, self._session)
         except BaseException:
             self.detach()
             raise
 
-    def _begin(self, trainer: Trainer, session: AdaccSession) -> None:
-        args, step, checkpoint = trainer.args, trainer.state.global_step, session.state.checkpoint
+    def _begin(self, trainer: Trainer, session: AdaccSession, checkpoint: str | None) -> None:
         if is_compiled(trainer):
             refuse_host_memory(self.config)
-            session.begin_with(import_module(COMPILED_RUN).begin_compiled_run(session.state))
+            session.begin_with(import_module(COMPILED_RUN).begin_compiled_run(session.state, checkpoint))
             return
-        refuse_offload(args)
-        saved = None
-        if checkpoint is not None and not self._is_policy_given:
-            # The first rank decides, even if the others cannot see its files.
-            config = self.config
-            saved = broadcast_from_first_rank(lambda: load_from_checkpoint(checkpoint, config))
-        session.begin(saved, step)
+        refuse_offload(trainer.args)
+        if checkpoint is None or self._is_policy_given or not session.load(checkpoint):
+            session.begin(step=trainer.state.global_step)
 
     @property
     def _begun(self) -> AdaccSession:

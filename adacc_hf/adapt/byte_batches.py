@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from adacc_hf.adapt.corrections import with_static_memory
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
-from adacc_hf.artifacts.files import BATCHES_FILE, fields_of, from_fields, read_json, write_json
+from adacc_hf.artifacts.files import fields_of, from_fields
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.size_model import Shapes
 from adacc_hf.artifacts.units import format_bytes
@@ -26,7 +25,7 @@ from adacc_hf.solve.batch_costs import BatchCosts, longest_fitting, with_samples
 from adacc_hf.solve.batch_plan import Lengths, longest_of, plan_step
 from adacc_hf.torch_glue.batch_shapes import batch_shapes
 from adacc_hf.torch_glue.compat import shifts_labels
-from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, fail_together, gather_from_all_ranks
+from adacc_hf.torch_glue.distributed import fail_together, gather_from_all_ranks
 
 MULTIPLES = tuple(2**power for power in range(10))
 """Multiples to which a collate_fn may pad (`pad_to_multiple_of`)."""
@@ -146,8 +145,8 @@ class ByteBatches:
         self._costs: BatchCosts | None = None
         self._version: tuple[int, int] | None = None
         """Version of the corrections in `_costs`, and their static bytes."""
-        if run.checkpoint is not None:
-            self._load(Path(run.checkpoint) / BATCHES_FILE)
+        if run.saved_batches is not None:
+            self._continue(run.saved_batches)
 
     def steps(self, loader: Any) -> Iterator[list[tuple[dict[str, Any], float]]]:
         """Yield each step's micro-batches, on the model's device, with weights. A batch of `loader` is one step."""
@@ -260,11 +259,11 @@ class ByteBatches:
         by_rank = gather_from_all_ranks(sum(counts))
         return [len(by_rank) * count / max(1, sum(by_rank)) for count in counts]
 
-    def save(self, folder: Path) -> None:
-        """Write what plans depend on into the checkpoint `folder`."""
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON record of what plans depend on, for a checkpoint."""
         self._update_costs()  # as the next step would
         static = self._run.corrections.static_bytes
-        record = {
+        return {
             "steps": self._num_steps,
             "most_tokens": self._most_tokens,
             "fields": self._sizes.fields,
@@ -272,17 +271,14 @@ class ByteBatches:
             # A resumed run's corrections count no state that was there when it began.
             "profile": self._predictor and fields_of(with_static_memory(self._predictor, static)),
         }
-        write_json(folder / BATCHES_FILE, record, indent=None)
 
-    def _load(self, path: Path) -> None:
-        """Continue after the steps of the run that wrote the file `path`, if there is one."""
-        record = broadcast_from_first_rank(lambda: read_json(path, ValueError, "batches") if path.is_file() else None)
-        if record is not None:
-            self._num_steps, self._most_tokens = record["steps"], record["most_tokens"]
-            self._sizes.fields = record["fields"]
-            for longest, shapes in record["batches"]:
-                self._sizes.learn(tuple(longest), tuple((name, tuple(size)) for name, size in shapes))
-            self._predictor = record["profile"] and from_fields(Profile, record["profile"])
+    def _continue(self, record: Mapping[str, Any]) -> None:
+        """Continue after the steps of the run whose `to_json` is `record`."""
+        self._num_steps, self._most_tokens = record["steps"], record["most_tokens"]
+        self._sizes.fields = record["fields"]
+        for longest, shapes in record["batches"]:
+            self._sizes.learn(tuple(longest), tuple((name, tuple(size)) for name, size in shapes))
+        self._predictor = record["profile"] and from_fields(Profile, record["profile"])
 
 
 def num_labels(batch: Mapping[str, Any], model: nn.Module) -> int:

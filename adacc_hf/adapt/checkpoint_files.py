@@ -11,11 +11,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from adacc_hf.adapt.policy_checks import excluded_action
 from adacc_hf.artifacts.config import AdaccConfig
 from adacc_hf.artifacts.errors import AdaccError
 from adacc_hf.artifacts.files import (
-    BATCHES_FILE,
     COMPILED_FILE,
     HISTORY_FILE,
     POLICY_FILE,
@@ -29,7 +27,7 @@ from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.torch_glue.progress import announce
 
-STATE_VERSION = 4
+STATE_VERSION = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +36,20 @@ class Saved:
 
     policies: Sequence[Policy]
     """Different policies of the run, the one in use first."""
-    memory_budget: str | float | int
-    """Budget in the run's config."""
-    host_memory: str | float | int | None
-    """The setting `host_memory` in the run's config."""
+    settings: str
+    """`AdaccConfig.describe_changes()` of the run."""
     step: int
-    """Number of finished steps. Adapters for the Trainer ignore it, because the Trainer counts steps itself."""
+    """Number of finished steps."""
     history: list[dict[str, Any]]
     corrections: dict[str, Any] | None = None
     """`Corrections.to_json()` of the run, or None if its policy was passed in."""
+    batches: dict[str, Any] | None = None
+    """`ByteBatches.to_json()` of the run, or None if it does not make micro-batches by bytes."""
 
 
 def drop_files(folder: str | Path) -> None:
     """Remove the files of an earlier run from `folder`, the state first: a checkpoint without it is not resumed."""
-    for name in (STATE_FILE, POLICY_FILE, COMPILED_FILE, PROFILE_FILE, HISTORY_FILE, BATCHES_FILE):
+    for name in (STATE_FILE, POLICY_FILE, COMPILED_FILE, PROFILE_FILE, HISTORY_FILE):
         (Path(folder) / name).unlink(missing_ok=True)  # another run may share the folder
 
 
@@ -89,8 +87,7 @@ def save_in_checkpoint(folder: Path, saved: Saved, profile: Profile | None) -> N
 def load_from_checkpoint(folder: str | Path, config: AdaccConfig) -> Saved | None:
     """Return the state of the run that wrote the checkpoint `folder`, or None if it has none, or a damaged one.
 
-    Policies for another `memory_budget` or `host_memory`, or with actions that the config excludes, are left out. What
-    is left out is logged with the reason.
+    Policies that were made under other settings than `config` are left out, with a line in the log.
     """
     path = Path(folder) / STATE_FILE
     if not path.is_file():
@@ -107,17 +104,8 @@ def load_from_checkpoint(folder: str | Path, config: AdaccConfig) -> Saved | Non
     except (AdaccError, KeyError, TypeError, ValueError, AttributeError) as error:
         announce("Adacc: %s is not used: solving again (%s: %s)", path, type(error).__name__, error)
         return None
-    reasons = [
-        f"{name}={before!r}, not {now!r}"
-        for name, before, now in (
-            ("memory_budget", saved.memory_budget, config.memory_budget),
-            ("host_memory", saved.host_memory, config.host_memory),
-        )
-        if before != now
-    ]
-    excluded = next(filter(None, (excluded_action(policy, config) for policy in saved.policies)), None)
-    reasons += [] if excluded is None else [f"a policy that {excluded}"]
-    if not reasons:
+    settings = config.describe_changes()
+    if saved.settings == settings:
         return saved
-    announce("Adacc: %s has %s: solving again", folder, " and ".join(reasons))
+    announce("Adacc: %s was saved under %s, and not under %s: solving again", folder, saved.settings, settings)
     return replace(saved, policies=())

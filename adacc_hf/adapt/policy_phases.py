@@ -98,18 +98,16 @@ class FixedPolicyPhase(Phase):
 
     def save(self, folder: Path) -> None:
         save_in_checkpoint(folder, self._saved(), self._run.profile)
-        if self._run.byte_batches is not None:
-            self._run.byte_batches.save(folder)
         self._run.save()
 
     def _saved(self) -> Saved:
         run = self._run
         return Saved(
             policies=[run.active_policy],
-            memory_budget=run.config.memory_budget,
-            host_memory=run.config.host_memory,
+            settings=run.config.describe_changes(),
             history=run.history,
             step=run.step,
+            batches=None if run.byte_batches is None else run.byte_batches.to_json(),
         )
 
     def ends(self) -> None:

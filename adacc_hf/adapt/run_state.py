@@ -119,10 +119,10 @@ class RunState:
         self.corrections = Corrections(config)
         """What the run has learned about memory, codecs and its budget."""
         self.profiler = RunProfiler(config, loop, optimizer)
-        self.checkpoint: str | Path | None = None
-        """Checkpoint that the run resumes from, or None for a new run."""
         self.byte_batches: Any = None
         """The run's `ByteBatches`, if it divides steps into micro-batches by bytes."""
+        self.saved_batches: dict[str, Any] | None = None
+        """State of the `ByteBatches` of the checkpoint that this run resumes from, or None."""
         self.size_predictor: Profile | None = None
         """A recorded profile that predicts batches of other sizes. None before enough sizes were recorded."""
         self.num_before = 0

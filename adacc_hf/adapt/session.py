@@ -296,7 +296,6 @@ class AdaccSession(RunView):
             return load_from_checkpoint(folder, self.config)
 
         saved = broadcast_from_first_rank(saved_state)  # the other ranks may not see its files
-        self.state.checkpoint = folder
         if saved is not None:
             self.begin(saved, saved.step)
         return saved is not None
@@ -351,7 +350,7 @@ class AdaccSession(RunView):
             if saved is None:
                 run.write(drop_files)  # of an earlier run, which would describe this one
             else:
-                run.history = list(saved.history)
+                run.history, run.saved_batches = list(saved.history), saved.batches
                 if saved.corrections is not None:
                     run.corrections = Corrections.from_json(run.config, saved.corrections)
             run.phase = WarmUpPhase(run, () if saved is None else saved.policies)

@@ -361,14 +361,14 @@ def _without_checkpointing(model: Any) -> Callable[[], None]:
 # Start of a Trainer's run with torch.compile. Inductor is slow to import, so this module is imported only then.
 
 
-def begin_compiled_run(run: RunState) -> CompiledRun:
-    """Return the phase of a run, which follows the user's policy file, else the checkpoint's policy, else new plans.
+def begin_compiled_run(run: RunState, checkpoint: str | Path | None = None) -> CompiledRun:
+    """Return the phase of a run, which follows the user's policy file, else the `checkpoint`'s policy, else new plans.
 
     The checkpoint's policy is followed only if it has no codecs that the config excludes, and the run that saved it had
     finished adjusting the share for the same budget. The run continues that run's history. Raises ValueError if the
     user's policy is not a path, or if the policy in the file has codecs that the config excludes.
     """
-    config, policy_file, checkpoint = run.config, run.source, run.checkpoint
+    config, policy_file = run.config, run.source
     if policy_file is not None and not isinstance(policy_file, (str, Path)):
         raise ValueError(
             f"policy={type(policy_file).__name__} belongs to runs without torch_compile=True: for compiled graphs, set "

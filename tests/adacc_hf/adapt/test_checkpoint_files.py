@@ -211,7 +211,7 @@ def test_a_checkpoint_has_nothing_of_an_earlier_run_in_its_folder(train, lossles
 @pytest.mark.parametrize("num_written", range(3))
 def test_a_save_that_is_cut_short_is_not_resumed(checkpoint, monkeypatch, num_written):
     """Without the state a run would use codecs that were switched off."""
-    config = AdaccConfig(memory_budget=0.6)
+    config = AdaccConfig(**LOSSLESS)
     saved, profile = load_from_checkpoint(checkpoint, config), Profile.load(checkpoint / PROFILE_FILE)
     writes_left = [num_written]
     drop_files(checkpoint)

@@ -43,8 +43,7 @@ def test_a_checkpoint_is_followed_if_it_is_settled_for_the_budget(tmp_path, sett
     CompiledPolicy(share=0.4, settled_for=settled_for).save(tmp_path / COMPILED_FILE)
     (tmp_path / HISTORY_FILE).write_text('[{"step": 1, "event": "change"}]')
     state = state_of(AdaccConfig(memory_budget=requested_budget))
-    state.checkpoint = tmp_path
-    run = begin_compiled_run(state)
+    run = begin_compiled_run(state, tmp_path)
     run.remove()
     assert [event["step"] for event in state.history] == [1]
     assert run.policy.share == share
