@@ -32,6 +32,8 @@ batch sizes. Indices may differ, because another tape may number its values diff
 CodecName = tuple[str, str, str]
 """(block call, activation, codec)."""
 
+SWITCHED_OFF = "codecs that degraded gradients were switched off"
+"""Reason of a change in the history, and of the comparison of gradients that follows it."""
 MEASURING_COPIES = 3
 """Copies of an activation that measuring its round-trip errors takes at most: payload, temporaries, decoded tensor."""
 
@@ -232,7 +234,7 @@ class Corrections:
         more = self.switched_off | frozenset(codecs)
         if more != self.switched_off:
             self.switched_off = more
-            self.changed("codecs that degrade gradients were switched off")
+            self.changed(SWITCHED_OFF)
 
     def observe(self, observed: Observation) -> None:
         """Take over the outlier channels and errors of a tracking step."""

@@ -23,7 +23,7 @@ import torch
 from adacc_hf.adapt.corrections import with_static_memory
 from adacc_hf.adapt.history import NO_POLICY, describe_costs, predictions
 from adacc_hf.adapt.policy_checks import ALL_BLOCKS, SAME_SIZE, refuse_uncovered
-from adacc_hf.adapt.policy_fit import NOTHING_FITS, SAME_ACTIONS, PolicyFit, current_policy, distinct
+from adacc_hf.adapt.policy_fit import PolicyFit, current_policy, distinct, uses_up
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import put_latest
@@ -179,12 +179,12 @@ class PolicyChoice:
         """Make the record of the class `sizes`, or of the batch's own sizes, if no policy fits the class's bounds."""
         policies = distinct(record.policy for record in self.records.values())
         with reported_if_slow(f"solving for batches of {describe(sizes)}"):
-            fitting = self.fit.fitting(sizes, policies)
-            if fitting is None:
+            try:
+                policy, may_improve = self.fit.fitting(sizes, policies)
+            except InfeasibleBudgetError:
                 names = dict(sizes)
                 sizes = tuple((name, size) for name, size in shapes if name in names)
-                fitting = self.fit.fitting(sizes, policies) or (self.fit.least(sizes), False)
-        policy, may_improve = fitting
+                policy, may_improve = self.fit.fitting_or_least(sizes, policies)
         record = self._record(sizes, self.fit.predicted(sizes), policy)
         record.num_waiting = int(may_improve)
         record.must_measure |= self.fit.is_larger(sizes)
@@ -211,10 +211,11 @@ class PolicyChoice:
         shapes = base.measured[0][0] or None
         if policy is None:
             with reported_if_slow("solving for a policy of the new profile"):
+                profile = corrections.applied(base, shapes)
                 try:
-                    policy = self.fit.solved(corrections.applied(base, shapes), corrections.memory_budget)
+                    policy = self.fit.solved(profile, corrections.memory_budget)
                 except InfeasibleBudgetError as error:
-                    policy = self.fit.least_of(shapes or (), error)
+                    policy = self.fit.least(profile, shapes or (), error)
         record = self._record(shapes, base, policy)
         self.num_profiles += 1
         self._put(record)
@@ -231,20 +232,22 @@ class PolicyChoice:
             return
         record.version = corrections.version
         record.profile = corrections.applied(record.base, record.shapes)
+        budget, is_new = run.budget(record.profile), True
         with reported_if_slow(f"step {run.current_step}: solving for a policy, because {corrections.reason}"):
-            policy, reason, may_improve = self.fit.adapted(record.profile, record.policy)
-        record.num_waiting = max(record.num_waiting, 1) if may_improve else 0
-        if NOTHING_FITS in reason:
-            run.warn_of_memory(f"step {run.current_step}: {reason}")
+            try:
+                policy, is_new = self.fit.fastest(record.profile, [record.policy], budget, is_final=False)
+            except InfeasibleBudgetError as error:
+                policy = error.least or record.policy
+                text = "no policy fits the budget any more, training continues with the least memory"
+                run.warn_of_memory(f"step {run.current_step}: {corrections.reason}; {text}: {error}")
+        record.num_waiting = 0 if is_new or uses_up(policy, budget) else max(record.num_waiting, 1)
         if len(distinct([record.policy, policy])) > 1:
-            is_other = reason != SAME_ACTIONS
-            reason = f"{corrections.reason}: {reason}"
-            record.must_measure |= is_other
-            run.note("change", reason=reason, **predictions(policy))
+            record.must_measure |= is_new  # else outlier channels have changed
+            run.note("change", reason=corrections.reason, **predictions(policy))
             self._follow(record, policy)
-            if is_other:
+            if is_new:
                 costs = describe_costs(policy, record.profile)
-                announce("Adacc: policy changed at step %d (%s): %s", run.current_step, reason, costs)
+                announce("Adacc: policy changed at step %d (%s): %s", run.current_step, corrections.reason, costs)
         elif record is self.current:
             self._put(record)
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
-from adacc_hf.adapt.corrections import full_name, repriced_choice
+from adacc_hf.adapt.corrections import repriced_choice
 from adacc_hf.adapt.policy_checks import refuse_policy
 from adacc_hf.adapt.run_state import RunState
 from adacc_hf.artifacts.config import AdaccConfig, Budget
@@ -37,9 +36,6 @@ MAX_PROFILES = 12
 """Number of recorded profiles of different sizes that are kept to predict further sizes."""
 ERROR_MARGIN = 0.05
 """Fraction by which codec errors of new policies stay below `max_error`, because errors drift by a few percent."""
-NOTHING_FITS = "no policy fits the budget any more"
-"""Text in log messages and in the history if no policy fits the budget with the current predictions."""
-SAME_ACTIONS = "the same actions, with the current outlier channels"
 
 
 class PolicyFit:
@@ -84,37 +80,32 @@ class PolicyFit:
         """Return True if batches of `sizes` are larger than each batch from which their profile is predicted."""
         return self.predictor is not None and num_elements(sizes or ()) > self._sizes.max_measured_elements
 
-    def fitting(self, sizes: Shapes, policies: Iterable[Policy]) -> tuple[Policy, bool] | None:
+    def fitting(self, sizes: Shapes, policies: Iterable[Policy]) -> tuple[Policy, bool]:
         """Return (policy, may be improved) for batches of `sizes`, with room for the uncertainty of predicted peaks:
-        one of the run's `policies`, or full recomputation, or a new one. Return None if no policy fits."""
+        one of the run's `policies`, or full recomputation, or a new one. Raise InfeasibleBudgetError if none fits."""
         profile = self.corrected(sizes)
         budget = Budget.resolve(self.with_room(profile), profile, self._config)
         if budget.limits_peak:  # a budget of stored bytes is solved quickly
             policies = [*policies, *recomputing_policies(self._run.corrections.allowed(profile), self._config)]
-        with suppress(InfeasibleBudgetError):
-            return self.fastest(profile, policies, budget, is_final=not budget.limits_peak)
-        return None
+        policy, is_new = self.fastest(profile, policies, budget, is_final=not budget.limits_peak)
+        return policy, not is_new and not uses_up(policy, budget)
 
-    def least(self, sizes: Shapes) -> Policy:
-        """Return a policy within the whole budget for batches of `sizes`, or the one that needs the least memory, with
-        a warning. Raise InfeasibleBudgetError if none fits and `on_over_budget` is "error"."""
-        memory_budget = self._run.corrections.memory_budget
+    def fitting_or_least(self, sizes: Shapes, policies: Iterable[Policy]) -> tuple[Policy, bool]:
+        """Return the result of `fitting`, or (`least`, False) if no policy fits."""
         try:
-            policy = self.solved(self.corrected(sizes), memory_budget)
+            return self.fitting(sizes, policies)
         except InfeasibleBudgetError as error:
-            return self.least_of(sizes, error)
-        self._run.warn_of_memory(
-            f"batches of {describe(sizes)} may take more than memory_budget={memory_budget!r}: the predicted peak of "
-            f"{policy.predicted_peak_bytes} bytes is exact to {self._sizes.uncertainty:.0%} only"
-        )
-        return policy
+            return self.least(self.corrected(sizes), sizes, error), False
 
-    def least_of(self, sizes: Shapes, error: InfeasibleBudgetError) -> Policy:
-        """Return the policy that needs the least memory for `sizes`, because of `error`, with a warning. Raise
-        InfeasibleBudgetError if `on_over_budget` is "error"."""
-        least, text = error.least, f"batches of {describe(sizes)} need {error.smallest_budget_bytes} bytes at least"
+    def least(self, profile: Profile, sizes: Shapes, error: InfeasibleBudgetError) -> Policy:
+        """Return the policy that needs the least memory for batches of `sizes`, because of `error`, with a warning.
+        Raise InfeasibleBudgetError if it exceeds the budget, and `on_over_budget` is "error"."""
+        least, budget = error.least, self._run.budget(profile)
         assert least is not None  # the solver's errors contain this policy
-        if self._config.on_over_budget == "error":
+        text = f"batches of {describe(sizes)} need {error.smallest_budget_bytes} bytes at least"
+        if budget.needed_bytes(least) <= budget.nbytes:
+            text += f", and this prediction is exact to {self._sizes.uncertainty:.0%} only"
+        elif self._config.on_over_budget == "error":
             raise InfeasibleBudgetError(f"{text}: {error}", error.smallest_budget_bytes, error.bound_bytes)
         self._run.warn_of_memory(f"{text}. Training continues with the least memory: {error}")
         return least
@@ -126,37 +117,15 @@ class PolicyFit:
     def fastest(
         self, profile: Profile, policies: Iterable[Policy], budget: Budget, is_final: bool
     ) -> tuple[Policy, bool]:
-        """Return (policy, may be improved): the fastest of `policies` that suits `profile` and fits `budget`. If there
-        is none, or if it may be improved and the policy `is_final`, return a new policy."""
+        """Return (policy, is new): the fastest of `policies` that suits `profile` and fits `budget`. If there is none,
+        or if a solver run may find a faster one and the policy `is_final`, return a new policy."""
         allowed = self._run.corrections.allowed(profile)
         suitable = (suitable_policy(policy, allowed, self._config) for policy in policies)
         fitting = (policy for policy in suitable if policy and budget.needed_bytes(policy) <= budget.nbytes)
         fastest = min(fitting, key=lambda policy: policy.predicted_overhead_ms, default=None)
         if fastest is None or (is_final and not uses_up(fastest, budget)):
-            return self.solved(profile, budget.setting), False
-        return fastest, not uses_up(fastest, budget)
-
-    def adapted(self, profile: Profile, policy: Policy) -> tuple[Policy, str, bool]:
-        """Return (policy, reason, may be improved) for batches under `policy`, whose profile is now `profile`.
-
-        The actions stay if they are allowed and fit the budget. If no policy fits, return the one that needs the least
-        memory.
-        """
-        allowed, budget = self._run.corrections.allowed(profile), self._run.budget(profile)
-        disallowed = over_bound(allowed, policy, self._config)
-        if disallowed:
-            reason = f"the codec is no longer allowed for {', '.join(disallowed)}"
-        else:
-            current = current_policy(allowed, policy)
-            needed = budget.needed_bytes(current)
-            if needed <= budget.nbytes:
-                return current, SAME_ACTIONS, not uses_up(current, budget)
-            reason = f"over budget: the old actions need {needed} bytes, {budget.nbytes} are allowed"
-        try:
-            return self.solved(profile, self._run.corrections.memory_budget), reason, False
-        except InfeasibleBudgetError as error:
-            text = f"{reason}; {NOTHING_FITS}, training continues with the least memory: {error}"
-            return error.least or policy, text, False
+            return self.solved(profile, budget.setting), True
+        return fastest, False
 
     def solved(self, profile: Profile, memory_budget: str | float | int) -> Policy:
         """Run the solver, and return its policy. Raise InfeasibleBudgetError if no policy fits."""
@@ -240,7 +209,7 @@ def suitable_policy(policy: Policy, profile: Profile, config: AdaccConfig) -> Po
     pairs = [(block, policy.plans[plans[block.name]]) for block in profile.blocks]
     if any(plan.kind != profile.kinds[profile.kind_index(block, plan)].digest for block, plan in pairs):
         return None
-    if over_bound(profile, policy, config):
+    if not allows(profile, policy, config):
         return None
     current = current_policy(profile, policy)
     return current if current.predicted_host_bytes <= config.host_limit(profile.host_free_bytes) else None
@@ -260,20 +229,17 @@ def current_policy(profile: Profile, policy: Policy) -> Policy:
     return policy_of_plans(profile.with_head(policy.head), plans, facts)
 
 
-def over_bound(profile: Profile, policy: Policy, config: AdaccConfig) -> list[str]:
-    """Return the names of the activations for which `policy` uses a codec that is not allowed any more: one that is no
-    option in `profile`, or has an error above `error_bound`."""
+def allows(profile: Profile, policy: Policy, config: AdaccConfig) -> bool:
+    """Return True if `policy` uses only codecs that are options in `profile`, with errors within `error_bound`."""
     bound = error_bound(config)
-    names: dict[str, None] = {}
     for block in profile.blocks:
         plan = policy.plan_of(block.name)
-        index = profile.kind_index(block, plan)
+        kind = profile.kinds[profile.kind_index(block, plan)]
         for value, choice in plan.choices:
-            options = profile.kinds[index].codec_options(value) if choice.codec is not None else ()
-            is_allowed = any(o.codec == choice.codec and (bound is None or o.error <= bound) for o in options)
-            if choice.codec is not None and not is_allowed:
-                names[full_name(profile, (index, value))] = None
-    return list(names)
+            options = [option for option in kind.codec_options(value) if option.codec == choice.codec]
+            if choice.codec is not None and not any(bound is None or option.error <= bound for option in options):
+                return False
+    return True
 
 
 def error_bound(config: AdaccConfig) -> float | None:

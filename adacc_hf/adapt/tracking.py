@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
-from adacc_hf.adapt.corrections import MeasuringCodec, Observation, by_index, full_name
+from adacc_hf.adapt.corrections import SWITCHED_OFF, MeasuringCodec, Observation, by_index, full_name
 from adacc_hf.adapt.gradient_check import BlockSample, check_peaks
 from adacc_hf.adapt.policy_choice import PolicyChoice, SizePolicy
 from adacc_hf.adapt.policy_fit import error_bound
@@ -33,9 +33,6 @@ from adacc_hf.kernels.codecs import Codec, get_codec
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks, num_ranks
 
 log = logging.getLogger(__name__)
-
-PROOF = "codecs that degraded gradients were switched off"
-"""Value of `Tracking.suspicion` if gradients are to be compared because the policy is new."""
 
 
 class Tracking:
@@ -115,7 +112,7 @@ class Tracking:
         """Correct the run's predictions by the measurements, which hold for the same blocks at all batch sizes, and
         replace the policy in use where they require it. Return the measurements of all ranks."""
         sizes, self._sizes, self.is_on = self._sizes, [], False
-        suspicion, self.suspicion = self.suspicion, None
+        suspicion, self.suspicion = None if self.suspicion == SWITCHED_OFF else self.suspicion, None
         own = Observation.merged([size.observed() for size in sizes])
         observed = Observation.merged(gather_from_all_ranks(own))
         self._run.corrections.observe(observed)
@@ -123,11 +120,11 @@ class Tracking:
         if observed.degrading_codecs:  # the next policy is checked, and tracked as often as the first one
             self._degraded = {block for block, _, _ in observed.degrading_codecs}
             self._policy_step = self._run.current_step
-            self.suspect([PROOF])
+            self.suspect([SWITCHED_OFF])
         for size in sizes:
             self._note(size.record, observed)
         if sizes:
-            self._note_verdict([size.record for size in sizes], observed, None if suspicion == PROOF else suspicion)
+            self._note_verdict([size.record for size in sizes], observed, suspicion)
         self._choice.refresh(self._choice.shown)
         return observed
 

@@ -54,7 +54,7 @@ BREAKS: list[tuple[str, str, str]] = [
     # A run.
     ("adacc_hf/adapt/oom_retry.py", "return int(TIGHTER * min(", "return int(min("),
     ("adacc_hf/adapt/oom_retry.py", "            parameter.grad = gradient\n", "            pass\n"),
-    ("adacc_hf/adapt/policy_fit.py", "SAME_ACTIONS, not uses_up(", "SAME_ACTIONS, uses_up("),
+    ("adacc_hf/adapt/policy_choice.py", "0 if is_new or uses_up(", "0 if is_new or not uses_up("),
     ("adacc_hf/adapt/policy_choice.py", "2 * self._num_diverged >", "self._num_diverged >"),
     ("adacc_hf/adapt/phases.py", "gather_from_all_ranks(installation", "(lambda value: [value])(installation"),
     # Annexes.
