@@ -28,7 +28,7 @@ from adacc_hf.callbacks.preconditions import (
     refuse_second_run,
 )
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
-from adacc_hf.callbacks.trainer_loop import TrainerLoop, add_to_log, is_training_log, run_folder
+from adacc_hf.callbacks.trainer_loop import TrainerLoop, is_training_log, run_folder
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +108,8 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         trainer = guard.trainer
         guard.wrap("training_step", self._training_step)
         guard.wrap("compute_loss", self._compute_loss)
-        if args.enable_jit_checkpoint:
-            guard.wrap("_save_checkpoint", self._save_checkpoint)
+        guard.wrap("_save_checkpoint", self._save_checkpoint)
+        guard.wrap("log", self._log)
         optimizer = kwargs.get("optimizer")
         try:
             loop = TrainerLoop(trainer)
@@ -179,15 +179,9 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._begun.end_step(state.global_step)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._save()
-
     def _save_checkpoint(self, save: Callable[..., Any], model: Any, trial: Any = None) -> None:
-        """Save with a checkpoint that is written upon SIGTERM, for which the Trainer sends no event."""
+        """Save with each checkpoint. The Trainer sends no event for a checkpoint that is written upon SIGTERM."""
         save(model, trial=trial)
-        self._save()
-
-    def _save(self) -> None:
         if self._guard is None:  # detached
             return
         trainer = self._guard.trainer
@@ -197,11 +191,11 @@ class AdaccCallback(SessionAdapter, TrainerCallback):
         elif trainer.state.is_world_process_zero:
             log.warning("Adacc: no policy saved, because there is no folder %s; a resumed run solves again", checkpoint)
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
-    ) -> None:
-        if self.session is not None and is_training_log(logs):
-            add_to_log(logs, state, self._begun.phase.figures(logs))
+    def _log(self, log: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Add the metrics to a log before any callback, such as TensorBoard's, gets it."""
+        if is_training_log(logs):
+            logs.update(self._begun.phase.figures(logs))
+        log(logs, *args, **kwargs)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         try:

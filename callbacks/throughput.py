@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adacc_hf.callbacks.trainer_guard import TrainerGuard
-from adacc_hf.callbacks.trainer_loop import add_to_log, is_training_log
+from adacc_hf.callbacks.trainer_loop import is_training_log
 from adacc_hf.torch_glue.meters import take_peak
 
 
@@ -46,6 +47,7 @@ class ThroughputCallback(TrainerCallback):
         self.detach()
         self._reset()
         self._guard = TrainerGuard.around_caller(self, on_failure=self.detach)
+        self._guard.wrap("log", self._log)
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -61,20 +63,15 @@ class ThroughputCallback(TrainerCallback):
             self._tokens += self._tokens_in_step
             self._timed_steps += 1
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
-    ) -> None:
-        if not self._timed_steps or not is_training_log(logs):
-            return
-        metrics: dict[str, float] = {
-            "throughput/tokens_per_second": self._tokens / self._seconds,
-            "throughput/step_ms": self._seconds / self._timed_steps * 1e3,
-        }
-        if torch.cuda.is_available():
-            metrics["throughput/peak_allocated_bytes"] = take_peak()
-        add_to_log(logs, state, metrics)
-        self._tokens = self._timed_steps = 0
-        self._seconds = 0.0
+    def _log(self, log: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self._timed_steps and is_training_log(logs):
+            logs["throughput/tokens_per_second"] = self._tokens / self._seconds
+            logs["throughput/step_ms"] = self._seconds / self._timed_steps * 1e3
+            if torch.cuda.is_available():
+                logs["throughput/peak_allocated_bytes"] = take_peak()
+            self._tokens = self._timed_steps = 0
+            self._seconds = 0.0
+        log(logs, *args, **kwargs)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self.detach()

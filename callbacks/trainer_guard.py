@@ -1,9 +1,7 @@
 """TrainerGuard: wraps methods of a running Trainer for callbacks, and restores the methods even if the run fails.
 
 Transformers sends no event when a run fails. Therefore the methods that the Trainer calls between the events
-on_train_begin and on_train_end are wrapped. Metrics that a callback adds to a log reach only the callbacks after it. By
-default, TensorBoard and the other reporters come first, so callbacks with a guard are moved to the front during the
-run.
+on_train_begin and on_train_end are wrapped.
 
 Tested with Transformers 5.17 and 5.23, and Accelerate 1.15. tests/callbacks/test_trainer_loop.py checks that all names
 of the Trainer used here exist.
@@ -38,7 +36,6 @@ class TrainerGuard:
         """Folder from which the run resumes, or None for a new run."""
         self.trainer = trainer
         self._handler = trainer.callback_handler
-        self._before: list[TrainerCallback] = self._handler.callbacks
         self._on_failure: dict[TrainerCallback, Callable[[], None]] = {}
         self._undo: list[tuple[Any, str, Any, Any]] = []
         """(owner, name, value before, wrapper) of each replaced attribute."""
@@ -54,9 +51,6 @@ class TrainerGuard:
             guard = cls(trainer, checkpoint)
             guard._install(callback)
         guard._on_failure[callback] = on_failure
-        others = [other for other in guard._handler.callbacks if other not in guard._on_failure]
-        # A new list: the handler is iterating over the current one, and moving items in it would skip some.
-        guard._handler.callbacks = [*guard._on_failure, *others]
         return guard
 
     def leave(self, callback: TrainerCallback) -> None:
@@ -71,11 +65,6 @@ class TrainerGuard:
                 owner.__dict__.pop(name, None)
             else:
                 owner.__dict__[name] = before
-        current = self._handler.callbacks
-        if current is not self._before:  # restore the original order; callbacks added during the run come last
-            remaining = [callback for callback in self._before if callback in current]
-            self._before[:] = remaining + [callback for callback in current if callback not in remaining]
-            self._handler.callbacks = self._before
 
     def wrap(self, name: str, around: Callable[..., Any]) -> None:
         """Replace the Trainer's method `name` by `around(method, *args, **kwargs)` until all callbacks have left."""
@@ -88,7 +77,8 @@ class TrainerGuard:
             self._guard(self.trainer, name)
         for name in ("on_epoch_begin", "remove_callback", "pop_callback"):
             self._guard(self._handler, name)
-        for later in self._before[self._before.index(callback) + 1 :]:
+        callbacks = callbacks_of(self.trainer)
+        for later in callbacks[callbacks.index(callback) + 1 :]:
             self._guard(later, "on_train_begin")
 
     def _guard(self, owner: Any, name: str) -> None:

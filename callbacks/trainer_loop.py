@@ -5,12 +5,12 @@ tests/callbacks/test_trainer_loop.py checks that all names of the Trainer used h
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import Trainer, TrainerState
+from transformers import Trainer
 
 from adacc_hf.adapt.run_profiler import TrainingLoop
 
@@ -63,13 +63,6 @@ TRAINING_KEYS = frozenset({"loss", "train_loss"})
 """Keys of the Trainer's logs of training steps and of the whole run. Logs of evaluation lack these keys."""
 
 
-def is_training_log(logs: dict[str, float] | None) -> TypeGuard[dict[str, float]]:
+def is_training_log(logs: dict[str, float]) -> bool:
     """Return True if `logs` are the metrics of training steps or of the whole run, and not of an evaluation."""
-    return logs is not None and not TRAINING_KEYS.isdisjoint(logs)
-
-
-def add_to_log(logs: dict[str, float], state: TrainerState, metrics: dict[str, float]) -> None:
-    """Add `metrics` to `logs`, which later callbacks get, and to the copy of `logs` in `state.log_history`."""
-    logs.update(metrics)
-    if state.log_history:
-        state.log_history[-1].update(metrics)
+    return not TRAINING_KEYS.isdisjoint(logs)

@@ -46,8 +46,8 @@ def test_a_tighter_budget_holds_for_the_same_sizes_after_a_resume(make_trainer, 
 
     callback = AdaccCallback(**lossless)
     saving = {"save_strategy": "steps", "save_steps": 24}
-    run_lengths(make_trainer, lengths, [NoteBudgets(), callback], trainer_class=Failing, **saving)
-    trainer = make_trainer([NoteBudgets(), callback], trainer_class=InOrder, max_steps=len(lengths))
+    run_lengths(make_trainer, lengths, [callback, NoteBudgets()], trainer_class=Failing, **saving)
+    trainer = make_trainer([callback, NoteBudgets()], trainer_class=InOrder, max_steps=len(lengths))
     trainer.train_dataset = Lengths(lengths)
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-24"))
     (tightened, _), (resumed, _) = recorded_budgets
