@@ -19,7 +19,7 @@ YAML = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
 PROMISED = {
     "compact": ("'train_loss'",),
     "compile": ("5.562\n5.443\n5.339\n",),
-    "explain": ("GPT2Block, transformer.h.0", "retain", "recompute", "compress("),
+    "explain": ("GPT2Block: transformer.h.0", "retain", "recompute", "compress("),
     "loop": ("adacc/compression_rate", "0.8 4 blocks", "0.2 4 blocks"),
     "long-context": ("chunked head", "of plain training's bytes"),
     "plan": ('"fits": true',),

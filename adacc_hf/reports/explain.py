@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from adacc_hf.artifacts.block_outcome import run_block
 from adacc_hf.artifacts.errors import PolicyMismatchError
 from adacc_hf.artifacts.exact_recompute_rules import walk_back
@@ -93,16 +95,20 @@ def _under(policy: Policy, profile: Profile) -> Profile:
         raise PolicyMismatchError(str(error)) from None
 
 
-def plan_groups(policy: Policy, profile: Profile) -> list[tuple[str, KindProfile, Plan]]:
-    """Return (names of the blocks as text, profile of these blocks, plan) for each distinct plan of `policy`."""
+def describe_plans(policy: Policy, profile: Profile) -> Iterator[tuple[str, list[str], list[tuple[str, ...]]]]:
+    """Yield (names of the blocks as text, notes on a block as a whole, `activation_rows`) for each distinct plan of
+    `policy`."""
     profile = _under(policy, profile)
     kinds = [profile.kind_of(block) for block in profile.blocks]
     names = [name for name, _ in policy.blocks]
-    groups = []
     for index, plan in enumerate(policy.plans):
         members = [position for position, (_, plan_index) in enumerate(policy.blocks) if plan_index == index]
-        groups.append((describe_names(names, members), kinds[members[0]], plan))
-    return groups
+        kind = kinds[members[0]]
+        title = f"{kind.block_class}: {describe_names(names, members)}"
+        if plan.kind == IDLE_KIND:
+            yield title, [NOTHING_TO_DECIDE], []
+        else:
+            yield title, describe_block(kind, plan), activation_rows(kind, plan)
 
 
 def explain_policy(policy: Policy, profile: Profile, columns: int | None = None) -> str:
@@ -114,14 +120,9 @@ def explain_policy(policy: Policy, profile: Profile, columns: int | None = None)
     """
     check_belongs(policy, profile)
     lines = [f"Policy: {policy.summary()}", describe_head(policy, profile), *describe_host(policy, profile)]
-    for blocks, kind, plan in plan_groups(policy, profile):
-        lines += ["", f"{kind.block_class}, {blocks}"]
-        if plan.kind == IDLE_KIND:
-            lines.append(f"  {NOTHING_TO_DECIDE}")
-            continue
-        lines += [f"  {note}" for note in describe_block(kind, plan)]
-        rows = activation_rows(kind, plan)
-        lines += table_lines([HEADERS, *rows], columns=columns, right=(HEADERS.index("bytes"),))
+    for title, notes, rows in describe_plans(policy, profile):
+        lines += ["", title, *(f"  {note}" for note in notes)]
+        lines += table_lines([HEADERS, *rows], columns=columns, right=(HEADERS.index("bytes"),)) if rows else []
     return "\n".join(lines)
 
 

@@ -8,20 +8,17 @@ from typing import TYPE_CHECKING, Any
 from adacc_hf.adapt.history import describe_fallbacks, fallback_reasons
 from adacc_hf.artifacts.memory_simulator import plain_blocks_ms, simulate
 from adacc_hf.artifacts.plans import plain_plan
-from adacc_hf.artifacts.policy import IDLE_KIND, Action, Policy
+from adacc_hf.artifacts.policy import Action, Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.tables import table
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.reports.document import Figure, Part, Report
 from adacc_hf.reports.explain import (
     HEADERS,
-    NOTHING_TO_DECIDE,
-    activation_rows,
     check_belongs,
-    describe_block,
     describe_head,
     describe_host,
-    plan_groups,
+    describe_plans,
 )
 from adacc_hf.reports.plots import draw_memory, draw_policy_map, draw_timeline
 from adacc_hf.solve.simple_policies import uniform_policy
@@ -141,15 +138,9 @@ def _actions_section(profile: Profile, policy: Policy) -> list[Part]:
             "codec's relative L2 error. The time of an operator that two rows need is in both, though it runs once."
         ),
     ]
-    for blocks, kind, plan in plan_groups(policy, profile):
-        parts.append(f"### {kind.block_class}: {blocks}")
-        if plan.kind == IDLE_KIND:
-            parts.append(f"{NOTHING_TO_DECIDE.capitalize()}.")
-            continue
-        parts += [
-            *(f"{_capitalized(note)}." for note in describe_block(kind, plan)),
-            table(HEADERS, activation_rows(kind, plan), {"bytes"}),
-        ]
+    for title, notes, rows in describe_plans(policy, profile):
+        parts += [f"### {title}", *(f"{_capitalized(note)}." for note in notes)]
+        parts += [table(HEADERS, rows, {"bytes"})] if rows else []
     return parts
 
 

@@ -59,9 +59,9 @@ def test_explanation_names_blocks_shapes_and_actions(kind, profile_of) -> None:
     text = explain_policy(policy_of_plans(profile, [replay, replay, keep, replay, keep]), profile)
     lines = text.splitlines()
     assert lines[0].startswith("Policy: 5 blocks, 17 retain, 0 compress, 3 recompute")
-    assert [line for line in lines if line.startswith("Block, ")] == [
-        "Block, h.0 to h.1 (2 blocks), h.3",
-        "Block, h.2, h.4",
+    assert [line for line in lines if line.startswith("Block: ")] == [
+        "Block: h.0 to h.1 (2 blocks), h.3",
+        "Block: h.2, h.4",
     ]
     row = next(line for line in lines if line.startswith("  b ")).split()
     assert row[:6] == ["b", "uint8[8388608]", "8.00", "MiB", "recompute", "recompute:"]
