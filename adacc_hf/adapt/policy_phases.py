@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from adacc_hf.adapt.checkpoint_files import Saved, save_in_checkpoint
-from adacc_hf.adapt.history import describe_costs, describe_coverage, predictions
+from adacc_hf.adapt.history import describe_costs, describe_fallbacks, predictions
 from adacc_hf.adapt.oom_retry import TIGHTER, run_with_retry, tighter_budget
 from adacc_hf.adapt.peak_check import PeakCheck
 from adacc_hf.adapt.policy_checks import refuse_fallbacks
@@ -113,7 +113,7 @@ class FixedPolicyPhase(Phase):
     def ends(self) -> None:
         run = self._run
         run.save()
-        announce("Adacc: %s", describe_coverage(run.active_policy, run.profile, run.history))
+        announce("Adacc: %s", " ".join(describe_fallbacks(run.history)))
 
     def remove(self) -> None:
         self.handle.remove()
