@@ -20,7 +20,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate import command as cli_plan
 from adacc_hf.reports.explain import explain_policy
-from adacc_hf.reports.text_table import fit_lines, terminal_columns
+from adacc_hf.reports.text_table import fit_lines
 
 if TYPE_CHECKING:
     from adacc_hf.compiler.compiled_policy import CompiledPolicy
@@ -127,7 +127,7 @@ def _add_policy_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain_command(arguments: argparse.Namespace) -> str:
-    path, columns = policy_file(arguments.policy), terminal_columns()
+    path = policy_file(arguments.policy)
     compiled = _compiled_policy(path)
     if compiled is not None:
         from adacc_hf.compiler.graph_report import explain_compiled
@@ -137,11 +137,11 @@ def _explain_command(arguments: argparse.Namespace) -> str:
                 f"--profile={arguments.profile}: the policy {arguments.policy} is for compiled graphs, which have no "
                 f"profile; leave out --profile"
             )
-        text = explain_compiled(compiled, columns)
+        text = explain_compiled(compiled)
     else:
         policy, profile_path = Policy.load(path), arguments.profile or _saved_profile(path)
-        text = str(policy) if profile_path is None else explain_policy(policy, Profile.load(profile_path), columns)
-    return fit_lines("\n".join([text, *_fallback_lines(path)]), columns)
+        text = str(policy) if profile_path is None else explain_policy(policy, Profile.load(profile_path))
+    return fit_lines("\n".join([text, *_fallback_lines(path)]))
 
 
 def _fallback_lines(policy: Path) -> list[str]:

@@ -22,7 +22,7 @@ from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.units import format_bytes
 from adacc_hf.estimate.presets import PRESETS, check_model
 from adacc_hf.launch import child_environment, run_child
-from adacc_hf.reports.text_table import fit_lines, table_lines, terminal_columns
+from adacc_hf.reports.text_table import fit_lines, table_lines
 
 if TYPE_CHECKING:
     import torch
@@ -114,14 +114,14 @@ def run(arguments: argparse.Namespace) -> int:
     # With kernels that are not deterministic, two runs without a policy differ too.
     differs = outcomes[-1].failure is None and outcomes[-1].difference_from(reference) is not None
     is_noisy = differs and train(reference.method).difference_from(reference) is not None
-    lines, columns = [f"{subject}; {config.describe_changes()}", ""], terminal_columns()
+    lines = [f"{subject}; {config.describe_changes()}", ""]
     policy = outcomes[-1].policy
-    lines += [*_table(outcomes, reference, columns), *([] if policy is None else [f"policy: {policy.summary()}", ""])]
-    print(fit_lines("\n".join(lines), columns))
+    lines += [*_table(outcomes, reference), *([] if policy is None else [f"policy: {policy.summary()}", ""])]
+    print(fit_lines("\n".join(lines)))
     verdict, status = _verdict(reference, outcomes[-1], config.exact, is_noisy)
     if outcomes[-1].num_fallbacks:
         verdict += f" Steps that did not follow the policy (the log has the reasons): {outcomes[-1].num_fallbacks}."
-    print(fit_lines(verdict, columns))
+    print(fit_lines(verdict))
     return status
 
 
@@ -317,7 +317,7 @@ def _run_command(command: Sequence[str], num_steps: int, config: AdaccConfig, me
     return outcome
 
 
-def _table(outcomes: Sequence[Outcome], reference: Outcome, columns: int) -> list[str]:
+def _table(outcomes: Sequence[Outcome], reference: Outcome) -> list[str]:
     rows = [("method", "step's peak", "share", "step", "first step", "result")]
     for outcome in outcomes:
         if outcome.failure is not None:
@@ -332,7 +332,7 @@ def _table(outcomes: Sequence[Outcome], reference: Outcome, columns: int) -> lis
         times = (f"{later_ms:.0f} ms", f"{outcome.step_ms[0]:.0f} ms")
         rows.append((outcome.method, peak, share, *times, result))
     failures = [f"{outcome.method} fails: {outcome.failure}" for outcome in outcomes if outcome.failure is not None]
-    return [*table_lines(rows, columns=columns, right=(1, 2, 3, 4)), "", *failures, *[""] * bool(failures)]
+    return [*table_lines(rows, right=(1, 2, 3, 4)), "", *failures, *[""] * bool(failures)]
 
 
 def _verdict(plain: Outcome, outcome: Outcome, is_exact: bool, is_noisy: bool) -> tuple[str, int]:

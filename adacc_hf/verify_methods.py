@@ -27,7 +27,7 @@ from adacc_hf.adapt.session import AdaccSession
 from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.files import write_json
 from adacc_hf.reports.run_record import Settings, make_record, markdown_table
-from adacc_hf.reports.text_table import fit_lines, table_lines, terminal_columns
+from adacc_hf.reports.text_table import fit_lines, table_lines
 from adacc_hf.torch_glue.compat import switch_checkpointing
 from adacc_hf.verify_cases import CASES, VOCABULARY, Case, Model
 
@@ -225,8 +225,7 @@ def run_methods(methods: Sequence[str], output: Path | None = None, cases: Seque
             points |= {f"{name}: {method}": compared(CASES[name], method, plain) for method in methods}
     rows, notes = table_and_notes(points)
     table = [[*rows[0]], *([*row.values()] for row in rows)]
-    print("\n".join([*table_lines(table, columns=terminal_columns()), ""]))
-    print(fit_lines("\n".join(notes), terminal_columns()))
+    print(fit_lines("\n".join([*table_lines(table), "", *notes])))
     if output is not None:
         settings = Settings(runner="verify_methods", seed=SEED, output=output)
         write_json(output, make_record(settings, {"num_steps": NUM_STEPS}, {"points": points}, "complete"))

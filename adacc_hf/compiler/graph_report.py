@@ -126,14 +126,13 @@ def _draw_map(groups: dict[str, dict[str, int]]) -> bytes:
 HEADERS = ("module", "tensor", "shape", "bytes", "action", "codec", "stored")
 
 
-def explain_compiled(policy: CompiledPolicy, columns: int | None = None) -> str:
-    """Return the policy as text: a line for the policy, then a line and a table of tensors for each compiled graph.
-    Tables are fitted to `columns` characters per line. If `columns` is None, each tensor is described on one line."""
+def explain_compiled(policy: CompiledPolicy) -> str:
+    """Return the policy as text: a line for the policy, then a line and a table of tensors for each compiled graph."""
     lines = [describe_compiled(policy)]
     for plan in policy.regions:
         rows = tensor_rows(plan)
         lines += ["", f"{plan.summary()}{describe_calls(plan)}"]
-        lines += table_lines([HEADERS, *rows], columns=columns) if rows else []
+        lines += table_lines([HEADERS, *rows]) if rows else []
     return "\n".join(lines)
 
 

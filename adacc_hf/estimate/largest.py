@@ -174,7 +174,7 @@ def largest_text(request: Request, largest: list[LargestShapes]) -> str:
         f"{request.model}: largest batch of sequences of {request.seq_len} tokens, and longest sequence in batches of "
         f"{request.batch_size}, per device within {format_bytes(request.budget)}, on {request.workload.device.title}"
     )
-    return "\n".join([title, "", *table_lines(rows, columns=None, right=range(1, 5))])
+    return "\n".join([title, "", *table_lines(rows, right=range(1, 5))])
 
 
 def largest_json(request: Request, largest: list[LargestShapes]) -> dict[str, object]:

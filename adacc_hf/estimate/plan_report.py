@@ -160,7 +160,7 @@ def _method_table(plan: TrainingPlan) -> list[str]:
         ("of plain's time", *(_plan_ratio(forecast.step_ms, plain_ms) for forecast in forecasts)),
         ("of recomputation's", *(_plan_ratio(forecast.step_ms, full_ms) for forecast in forecasts)),
     ]
-    return table_lines(rows, columns=None, right=range(1, len(rows[0])))
+    return table_lines(rows, right=range(1, len(rows[0])))
 
 
 def _memory_table(plan: TrainingPlan) -> list[str]:
@@ -181,7 +181,7 @@ def _memory_table(plan: TrainingPlan) -> list[str]:
     peaks = {f"peak: {phase}": nbytes for phase, nbytes in plan.phases.items()}
     rows = [("memory per device", "")] + [(name, format_bytes(n)) for name, n in bytes_by_part.items() if n]
     rows += [(f"step under {method}", "")] + [(name, format_bytes(n)) for name, n in peaks.items()]
-    return table_lines(rows, columns=None, right=(1,))
+    return table_lines(rows, right=(1,))
 
 
 def _plan_notes(plan: TrainingPlan) -> list[str]:

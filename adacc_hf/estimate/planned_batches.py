@@ -163,7 +163,7 @@ def batches_text(request: Request, report: BatchesReport) -> str:
             title,
             *([too_long] if report.num_too_long else []),
             "",
-            *table_lines(rows, columns=None, right=range(1, len(rows[0]))),
+            *table_lines(rows, right=range(1, len(rows[0]))),
         ]
     )
 

@@ -111,10 +111,8 @@ def describe_plans(policy: Policy, profile: Profile) -> Iterator[tuple[str, list
             yield title, describe_block(kind, plan), activation_rows(kind, plan)
 
 
-def explain_policy(policy: Policy, profile: Profile, columns: int | None = None) -> str:
+def explain_policy(policy: Policy, profile: Profile) -> str:
     """Return the policy as text, with the name, shape, bytes, action and reason of every activation in every plan.
-
-    Tables are fitted to `columns` characters per line. If `columns` is None, each activation is described on one line.
 
     Raises PolicyMismatchError if `policy` was not solved from `profile`.
     """
@@ -122,7 +120,7 @@ def explain_policy(policy: Policy, profile: Profile, columns: int | None = None)
     lines = [f"Policy: {policy.summary()}", describe_head(policy, profile), *describe_host(policy, profile)]
     for title, notes, rows in describe_plans(policy, profile):
         lines += ["", title, *(f"  {note}" for note in notes)]
-        lines += table_lines([HEADERS, *rows], columns=columns, right=(HEADERS.index("bytes"),)) if rows else []
+        lines += table_lines([HEADERS, *rows], right=(HEADERS.index("bytes"),)) if rows else []
     return "\n".join(lines)
 
 
