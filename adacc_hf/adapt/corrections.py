@@ -229,6 +229,11 @@ class Corrections:
         self.version += 1
         self.reason = reason
 
+    def tighten(self, memory_budget: float | int) -> None:
+        """Set a smaller budget, because a step ran out of memory."""
+        self.tightened = memory_budget
+        self.changed("memory ran out")
+
     def switch_off(self, codecs: Iterable[CodecName]) -> None:
         """Exclude `codecs` from policies."""
         more = self.switched_off | frozenset(codecs)

@@ -273,17 +273,6 @@ class PolicyChoice:
             self._run.note("policy", reason=reason, **predictions(policy))
             self._follow(record, policy)
 
-    def tighten(self, memory_budget: float | int) -> Policy:
-        """Solve for a smaller budget, and follow the policy. Raises InfeasibleBudgetError, and keeps the old one."""
-        record, corrections = self.current, self._run.corrections
-        assert record is not None
-        policy = self.fit.solved(record.profile, memory_budget)
-        corrections.tightened = memory_budget
-        corrections.changed("memory ran out")
-        record.version = corrections.version
-        self._follow(record, policy)
-        return policy
-
     def _follow(self, record: SizePolicy, policy: Policy) -> None:
         """Replace the policy of `record` from the next micro-batch on."""
         record.policy, record.plans = policy, self._handle.prepare(policy, record.plans)

@@ -31,7 +31,6 @@ from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.policy_fit import distinct
 from adacc_hf.adapt.run_state import Phase, RunState, check_called
 from adacc_hf.adapt.tracking import Tracking, lossy_blocks
-from adacc_hf.artifacts.errors import InfeasibleBudgetError
 from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.kernels._host_pool import host_pool
@@ -39,7 +38,7 @@ from adacc_hf.run.policy_handle import PolicyHandle
 from adacc_hf.torch_glue.batch_shapes import describe
 from adacc_hf.torch_glue.distributed import gather_from_all_ranks, num_ranks
 from adacc_hf.torch_glue.memory import distinct_bytes
-from adacc_hf.torch_glue.progress import announce, reported_if_slow
+from adacc_hf.torch_glue.progress import announce
 
 log = logging.getLogger(__name__)
 
@@ -186,19 +185,18 @@ class AdaptivePhase(FixedPolicyPhase):
         if self._run.has_stepped:
             return "the optimizer has begun to change the weights"
         self._cancel()
-        record, step = self.choice.current, self._run.current_step
+        record = self.choice.current
         if not self._is_alone:
             return "the other ranks are in the middle of it"
         if record is None:
             return "it ran under full recomputation already"
-        budget = tighter_budget(record.policy, record.profile, self._run.budget(record.profile))
-        try:
-            with reported_if_slow(f"step {step}: solving for memory_budget={budget}, because memory ran out"):
-                policy = self.choice.tighten(budget)
-        except InfeasibleBudgetError as error:
-            return f"no policy needs that much less: {error}"
+        before, budget = record.policy, tighter_budget(record.policy, record.profile, self._run.budget(record.profile))
+        self._run.corrections.tighten(budget)
+        self.choice.refresh(record)
+        if len(distinct([before, record.policy])) == 1:
+            return "no policy needs less memory"
         reason = f"out of memory: from now on memory_budget={budget}"
-        self._run.note("memory", reason=reason, **predictions(policy))
+        self._run.note("memory", reason=reason, **predictions(record.policy))
         return None
 
     def _advice(self) -> str:

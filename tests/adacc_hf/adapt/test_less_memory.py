@@ -7,6 +7,7 @@ from run_builders import InOrder, Lengths, events, failing, run_lengths
 from transformers import TrainerCallback
 
 from adacc_hf import AdaccCallback
+from adacc_hf.solve.solver import least_policy
 
 
 @pytest.mark.parametrize("failure_place", ["forward", "backward"])
@@ -69,6 +70,24 @@ def test_a_tighter_budget_holds_for_other_sizes_too(make_trainer, lossless):
     assert later["reason"] == "memory ran out"
     earlier = [event for event in callback.history if event["event"] in ("policy", "change") and event["step"] < 6]
     assert later["stored_bytes"] < earlier[-1]["stored_bytes"]
+
+
+def test_sizes_that_no_policy_fits_after_memory_ran_out_take_the_least_memory(make_trainer, lossless):
+    settings = {**lossless, "memory_budget": 0.7}
+    probe = AdaccCallback(**settings)
+    run_lengths(make_trainer, [32] * 3, [probe])
+    least = least_policy(probe.profile, probe.config).predicted_peak_bytes
+    callback = AdaccCallback(**settings | {"memory_budget": int(1.3 * least)})
+
+    class Tighten(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                callback.session.state.corrections.tighten(least // 2)
+
+    run_lengths(make_trainer, [32] * 5 + [16, 32, 32], [callback, Tighten()])
+    (later,) = [event for event in events(callback, "change") if event["step"] > 6]
+    assert later["step"] == 7
+    assert least // 2 < later["peak_bytes"] < int(1.1 * least)
 
 
 def test_the_optimizers_state_is_planned_from_its_first_step_on(make_trainer, lossless):
