@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
-from torch import nn
 from transformers import Trainer
 
 from adacc_hf.adapt.run_profiler import TrainingLoop
@@ -22,10 +21,6 @@ class TrainerLoop(TrainingLoop):
         self._trainer = trainer
         super().__init__(trainer.args.gradient_accumulation_steps, run_folder(trainer))
 
-    @property
-    def is_first_rank(self) -> bool:
-        return self._trainer.state.is_world_process_zero
-
     def num_prefetched(self, device: torch.device) -> int:
         # Accelerate's loader reads one batch ahead, and moves a batch to a GPU only when its turn has come.
         return int(device.type == "cpu")
@@ -33,8 +28,8 @@ class TrainerLoop(TrainingLoop):
     def num_before_step(self, device: torch.device) -> int:
         return self.num_micro + self.num_prefetched(device) if device.type == "cpu" else 0
 
-    def postpones_exchange(self, model: nn.Module) -> bool:
-        """Return True if ranks exchange gradients only in the last micro-batch of a step."""
+    @property
+    def postpones_exchange(self) -> bool:
         accelerator = self._trainer.accelerator
         syncs_each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         return not syncs_each and accelerator.distributed_type != DistributedType.DEEPSPEED

@@ -27,7 +27,6 @@ from adacc_hf.torch_glue.distributed import (
     common_profile,
     fail_together,
     gather_from_all_ranks,
-    is_first_rank,
     is_sharded,
 )
 from adacc_hf.torch_glue.private import is_profiling
@@ -50,11 +49,6 @@ class TrainingLoop:
         self.folder = folder
         """Folder for the run's policy, profile and history. None writes no files."""
 
-    @property
-    def is_first_rank(self) -> bool:
-        """True on the first rank, which writes the run's files."""
-        return is_first_rank()
-
     def num_prefetched(self, device: torch.device) -> int:
         """Return the number of batches that the loop has already moved to `device` for later steps."""
         return 0
@@ -63,8 +57,9 @@ class TrainingLoop:
         """Return the number of batches on `device` when a step begins, which its measured memory does not include."""
         return int(device.type == "cpu")
 
-    def postpones_exchange(self, model: nn.Module) -> bool:
-        """Return True if ranks exchange gradients only in the last micro-batch of a step."""
+    @property
+    def postpones_exchange(self) -> bool:
+        """True if ranks exchange gradients only in the last micro-batch of a step."""
         return False
 
 
@@ -124,7 +119,7 @@ class RunProfiler:
     def is_turn(self, number: int, model: nn.Module) -> bool:
         """Return True if micro-batch `number` of a step, counted from 1, is the one to record: one that finds gradients
         of earlier ones, or the last, if ranks exchange gradients only there."""
-        is_last_only = is_sharded(model) and self._loop.postpones_exchange(model)
+        is_last_only = is_sharded(model) and self._loop.postpones_exchange
         return number == (self._loop.num_micro if is_last_only else min(2, self._loop.num_micro))
 
     def must_wait(self, model: nn.Module) -> bool:

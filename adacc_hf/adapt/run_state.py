@@ -22,6 +22,7 @@ from adacc_hf.artifacts.profile import Profile
 from adacc_hf.artifacts.setting_checks import describe_value
 from adacc_hf.price.idle_blocks import ExecutedBlocks, describe_uncalled
 from adacc_hf.run.blocks import Installation
+from adacc_hf.torch_glue.distributed import is_first_rank
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ class RunState:
     def write(self, write: Callable[..., None], *content: Any) -> None:
         """Call `write(folder, *content)` with the run's folder on the first rank."""
         folder = self.loop.folder
-        if folder is not None and self.loop.is_first_rank:
+        if folder is not None and is_first_rank():
             with self.warning_of_write_errors(folder):
                 write(folder, *content)
 

@@ -31,7 +31,7 @@ from adacc_hf.artifacts.policy import Policy
 from adacc_hf.artifacts.profile import Profile
 from adacc_hf.price.host_copies import common_host_limit
 from adacc_hf.run.policy_handle import APPLIED, Applied, remove_policy
-from adacc_hf.torch_glue.distributed import broadcast_from_first_rank
+from adacc_hf.torch_glue.distributed import broadcast_from_first_rank, is_first_rank
 from adacc_hf.torch_glue.memory import is_out_of_memory
 from adacc_hf.torch_glue.meters import refuse_unmeasurable
 
@@ -274,7 +274,7 @@ class AdaccSession(RunView):
         cannot be written, a warning is logged.
         """
         folder = Path(folder)
-        if self.state.loop.is_first_rank:
+        if is_first_rank():
             with self.state.warning_of_write_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 drop_files(folder)
