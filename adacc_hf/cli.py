@@ -141,16 +141,10 @@ def _explain_command(arguments: argparse.Namespace) -> str:
     else:
         policy, profile_path = Policy.load(path), arguments.profile or _saved_profile(path)
         text = str(policy) if profile_path is None else explain_policy(policy, Profile.load(profile_path))
-    return fit_lines("\n".join([text, *_fallback_lines(path)]))
-
-
-def _fallback_lines(policy: Path) -> list[str]:
-    """Return lines of `adacc explain` on fallback steps, which did not follow the policy. The steps are read from the
-    history that the run saved next to the file `policy`."""
     from adacc_hf.adapt.history import describe_fallbacks
 
-    summary, *reasons = [*describe_fallbacks(_load_history(policy.with_name(HISTORY_FILE))), ""]
-    return ["", summary, *(f"  {reason}" for reason in reasons if reason)] if summary else []
+    fallbacks = describe_fallbacks(_load_history(path.with_name(HISTORY_FILE)))
+    return fit_lines("\n".join([text, *[""] * bool(fallbacks), *fallbacks]))
 
 
 def _report_command(arguments: argparse.Namespace) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from adacc_hf.adapt.history import describe_fallbacks, fallback_reasons
+from adacc_hf.adapt.history import describe_fallbacks
 from adacc_hf.artifacts.memory_simulator import plain_blocks_ms, simulate
 from adacc_hf.artifacts.plans import plain_plan
 from adacc_hf.artifacts.policy import Action, Policy
@@ -164,12 +164,7 @@ def timeline_parts(history: Sequence[Record]) -> list[Part]:
 
 def fallback_parts(history: Sequence[Record]) -> list[Part]:
     """Return the report's section on steps that did not follow the policy, or [] if `history` is empty."""
-    if not history:
-        return []
-    first, *_ = describe_fallbacks(history)
-    rows = [(str(steps), reason) for reason, steps in fallback_reasons(history).items()]
-    reasons = [table(("steps", "reason"), rows, {"steps"})] if rows else []
-    return ["## Execution of the steps", first, *reasons]
+    return ["## Execution of the steps", *describe_fallbacks(history)] if history else []
 
 
 def event_parts(history: Sequence[Record]) -> list[Part]:
