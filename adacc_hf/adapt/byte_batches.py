@@ -222,11 +222,7 @@ class ByteBatches:
         if self._predictor is not None and version != self._version:
             self._version = version
             budget = run.budget(self._predictor)
-            self._costs = BatchCosts(self._predictor, run.config, budget.nbytes, self._corrected)
-
-    def _corrected(self, profile: Profile, shapes: Shapes) -> Profile:
-        corrections = self._run.corrections
-        return corrections.allowed(corrections.applied(profile, shapes))
+            self._costs = BatchCosts(self._predictor, run.config, budget.nbytes, run.corrections.applied)
 
     def _check_single(self, lengths: Sequence[Lengths], groups: Sequence[Sequence[int]]) -> None:
         """Report a sample that does not fit even alone, before it trains, with the longest that does."""

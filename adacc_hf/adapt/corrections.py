@@ -262,7 +262,8 @@ class Corrections:
         return max(1.0, elements / self.counted_elements) if self.counted_elements else 1.0
 
     def applied(self, profile: Profile, shapes: Shapes | None) -> Profile:
-        """Return the `profile` of batches of `shapes` (None if unknown) with all corrections."""
+        """Return the `profile` of batches of `shapes` (None if unknown) with all corrections, without switched-off
+        codecs, and without codecs for values below `min_compress_bytes`."""
         ratio = self._ratio(num_elements(shapes or ()))
         missing = {moment: int(nbytes * ratio) for moment, nbytes in self.missing_bytes.items()}
         corrected = with_missing_bytes(profile, missing) if any(missing.values()) else profile
@@ -270,12 +271,8 @@ class Corrections:
         if self.num_outliers or self.errors:
             counts, errors = (by_index(corrected, figures) for figures in (self.num_outliers, self.errors))
             corrected = _with_measurements(corrected, counts, errors)
-        return corrected
-
-    def allowed(self, profile: Profile) -> Profile:
-        """Return `profile` without switched-off codecs, and without codecs for values below `min_compress_bytes`."""
-        remaining = without_codecs(profile, self.switched_off) if self.switched_off else profile
-        return remaining.without_codecs_below(self.config.min_compress_bytes)
+        corrected = without_codecs(corrected, self.switched_off) if self.switched_off else corrected
+        return corrected.without_codecs_below(self.config.min_compress_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON record of the corrections, for a checkpoint."""

@@ -86,7 +86,7 @@ class PolicyFit:
         profile = self.corrected(sizes)
         budget = Budget.resolve(self.with_room(profile), profile, self._config)
         if budget.limits_peak:  # a budget of stored bytes is solved quickly
-            policies = [*policies, *recomputing_policies(self._run.corrections.allowed(profile), self._config)]
+            policies = [*policies, *recomputing_policies(profile, self._config)]
         policy, is_new = self.fastest(profile, policies, budget, is_final=not budget.limits_peak)
         return policy, not is_new and not uses_up(policy, budget)
 
@@ -119,8 +119,7 @@ class PolicyFit:
     ) -> tuple[Policy, bool]:
         """Return (policy, is new): the fastest of `policies` that suits `profile` and fits `budget`. If there is none,
         or if a solver run may find a faster one and the policy `is_final`, return a new policy."""
-        allowed = self._run.corrections.allowed(profile)
-        suitable = (suitable_policy(policy, allowed, self._config) for policy in policies)
+        suitable = (suitable_policy(policy, profile, self._config) for policy in policies)
         fitting = (policy for policy in suitable if policy and budget.needed_bytes(policy) <= budget.nbytes)
         fastest = min(fitting, key=lambda policy: policy.predicted_overhead_ms, default=None)
         if fastest is None or (is_final and not uses_up(fastest, budget)):
@@ -131,7 +130,7 @@ class PolicyFit:
         """Run the solver, and return its policy. Raise InfeasibleBudgetError if no policy fits."""
         bound = error_bound(self._config)
         config = self._config if bound is None else self._config.with_overrides(max_error=bound)
-        return solve_policy(self._run.corrections.allowed(profile), memory_budget, config)
+        return solve_policy(profile, memory_budget, config)
 
     def with_room(self, profile: Profile) -> str | float | int:
         """Return the run's budget for `profile`, reduced by the uncertainty of predicted peaks, if there are any."""

@@ -21,7 +21,7 @@ from adacc_hf.adapt.corrections import SWITCHED_OFF, by_index
 from adacc_hf.adapt.policy_choice import PolicyChoice
 from adacc_hf.adapt.run_profiler import TrainingLoop
 from adacc_hf.adapt.run_state import RunState
-from adacc_hf.adapt.tracking import MIN_LOSSES, WINDOW, LossHistory, Tracking, gradient_bound, lossy_blocks
+from adacc_hf.adapt.tracking import MIN_LOSSES, WINDOW, LossHistory, Tracking, lossy_blocks
 from adacc_hf.artifacts.exact_recompute_rules import DEGRADED_ERROR
 from adacc_hf.artifacts.policy import RETAIN
 from adacc_hf.run.policy_handle import PolicyHandle
@@ -114,8 +114,7 @@ class Session:
     @property
     def allowed_profile(self):
         """Profile that the solver is given now."""
-        corrections = self.run.corrections
-        return corrections.allowed(corrections.applied(self.profile, None))
+        return self.run.corrections.applied(self.profile, None)
 
 
 def compress_all(profile):
@@ -352,7 +351,7 @@ def test_a_search_that_runs_out_of_memory_ends_lossy_compression_of_the_kind(mod
 
 def test_a_codec_that_degraded_a_gradient_is_not_taken_again_for_its_round_trips(model, batch):
     """A codec that degraded a gradient is not selected again for its small round-trip error. Under a bound, INT8
-    follows, and tracking keeps measuring INT4 on the same activation."""
+    follows."""
     session = Session(model, batch, replace(COMPRESS, memory_budget=0.27, max_error=0.2), policy=compress_all)
     sharpen(model, factor=12.0)
     tracking, _ = session.track()
@@ -362,9 +361,7 @@ def test_a_codec_that_degraded_a_gradient_is_not_taken_again_for_its_round_trips
         assert {plan.choice(value).codec for plan in session.policy.plans} == {"int8"}
         plant(model, channels)  # otherwise the solver would not run again
         session.track()
-    (option, *_) = session.record.profile.kinds[0].values[value].codecs
-    assert option.codec == "channel_int4"
-    assert option.error < gradient_bound(session.config)
+    assert "channel_int4" not in {option.codec for option in session.record.profile.kinds[0].values[value].codecs}
 
 
 STEADY = [3.0, 3.1, 2.9, 3.05, 2.95] * 4
