@@ -178,26 +178,30 @@ class PolicyChoice:
     def _new(self, sizes: Shapes, shapes: Shapes) -> SizePolicy:
         """Make the record of the class `sizes`, or of the batch's own sizes, if no policy fits the class's bounds."""
         policies = distinct(record.policy for record in self.records.values())
+        names = dict(sizes)
+        own_sizes = tuple((name, size) for name, size in shapes if name in names)
         with reported_if_slow(f"solving for batches of {describe(sizes)}"):
-            try:
-                policy, may_improve = self.fit.fitting(sizes, policies)
-            except InfeasibleBudgetError:
-                names = dict(sizes)
-                sizes = tuple((name, size) for name, size in shapes if name in names)
-                policy, may_improve = self.fit.fitting_or_least(sizes, policies)
-        record = self._record(sizes, self.fit.predicted(sizes), policy)
+            for bounds in (sizes, own_sizes):
+                base = self.fit.predicted(bounds)
+                profile = self._run.corrections.applied(base, bounds)
+                try:
+                    policy, may_improve = self.fit.fitting(profile, policies)
+                    break
+                except InfeasibleBudgetError as error:
+                    infeasible = error
+            else:
+                policy, may_improve = self.fit.least(profile, bounds, infeasible), False
+        record = self._record(bounds, base, profile, policy)
         record.num_waiting = int(may_improve)
-        record.must_measure |= self.fit.is_larger(sizes)
-        self._run.note("policy", reason=f"for batches of {describe(sizes)}", **predictions(policy))
+        record.must_measure |= self.fit.is_larger(bounds)
+        self._run.note("policy", reason=f"for batches of {describe(bounds)}", **predictions(policy))
         return record
 
-    def _record(self, shapes: Shapes | None, base: Profile, policy: Policy) -> SizePolicy:
-        corrections = self._run.corrections
-        profile = corrections.applied(base, shapes)
+    def _record(self, shapes: Shapes | None, base: Profile, profile: Profile, policy: Policy) -> SizePolicy:
         plans = self._handle.prepare(policy, self._handle.plans)
         # Measure the memory of a step as soon as possible, and then only after changes.
         must_measure = all(other.must_measure for other in self.records.values())
-        record = SizePolicy(shapes, base, profile, policy, plans, corrections.version, must_measure)
+        record = SizePolicy(shapes, base, profile, policy, plans, self._run.corrections.version, must_measure)
         if shapes is None:
             self.records.clear()
         put_latest(self.records, shapes, record, MAX_SIZES)
@@ -209,14 +213,14 @@ class PolicyChoice:
         corrections = self._run.corrections
         base = self.fit.add(with_static_memory(measured, -corrections.static_bytes))  # it counts what was added since
         shapes = base.measured[0][0] or None
+        profile = corrections.applied(base, shapes)
         if policy is None:
             with reported_if_slow("solving for a policy of the new profile"):
-                profile = corrections.applied(base, shapes)
                 try:
                     policy = self.fit.solved(profile, corrections.memory_budget)
                 except InfeasibleBudgetError as error:
                     policy = self.fit.least(profile, shapes or (), error)
-        record = self._record(shapes, base, policy)
+        record = self._record(shapes, base, profile, policy)
         self.num_profiles += 1
         self._put(record)
         self._sizes = []  # the sizes may be those of another rank

@@ -80,22 +80,14 @@ class PolicyFit:
         """Return True if batches of `sizes` are larger than each batch from which their profile is predicted."""
         return self.predictor is not None and num_elements(sizes or ()) > self._sizes.max_measured_elements
 
-    def fitting(self, sizes: Shapes, policies: Iterable[Policy]) -> tuple[Policy, bool]:
-        """Return (policy, may be improved) for batches of `sizes`, with room for the uncertainty of predicted peaks:
-        one of the run's `policies`, or full recomputation, or a new one. Raise InfeasibleBudgetError if none fits."""
-        profile = self.corrected(sizes)
+    def fitting(self, profile: Profile, policies: Iterable[Policy]) -> tuple[Policy, bool]:
+        """Return (policy, may be improved) for `profile`, with room for the uncertainty of predicted peaks: one of the
+        run's `policies`, or full recomputation, or a new one. Raise InfeasibleBudgetError if none fits."""
         budget = Budget.resolve(self.with_room(profile), profile, self._config)
         if budget.limits_peak:  # a budget of stored bytes is solved quickly
             policies = [*policies, *recomputing_policies(profile, self._config)]
         policy, is_new = self.fastest(profile, policies, budget, is_final=not budget.limits_peak)
         return policy, not is_new and not uses_up(policy, budget)
-
-    def fitting_or_least(self, sizes: Shapes, policies: Iterable[Policy]) -> tuple[Policy, bool]:
-        """Return the result of `fitting`, or (`least`, False) if no policy fits."""
-        try:
-            return self.fitting(sizes, policies)
-        except InfeasibleBudgetError as error:
-            return self.least(self.corrected(sizes), sizes, error), False
 
     def least(self, profile: Profile, sizes: Shapes, error: InfeasibleBudgetError) -> Policy:
         """Return the policy that needs the least memory for batches of `sizes`, because of `error`, with a warning.
