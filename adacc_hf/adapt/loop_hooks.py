@@ -21,6 +21,7 @@ from adacc_hf.torch_glue.compat import CHECKPOINTING
 from adacc_hf.torch_glue.distributed import is_sharded
 from adacc_hf.torch_glue.memory import component_optimizers
 from adacc_hf.torch_glue.model_hook import ModelHook, by_name
+from adacc_hf.torch_glue.private import is_transformed
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ OTHER_MODEL = (
     "when the model is updated: make AdaccSession(model, optimizer) with the optimizer of this model's parameters"
 )
 NO_FORWARD = (
-    "a step without a forward of the model in train mode and with gradients on (%s) runs under no policy, has no "
-    "budget, and is not counted"
+    "a step without a forward of the model in train mode, with gradients on and outside of torch.func (%s) runs under "
+    "no policy, has no budget, and is not counted"
 )
 
 
@@ -96,15 +97,19 @@ class LoopHooks:
             hook.remove()
         self._hooks, self._batch, self.is_on = [], None, False
 
+    def _is_training(self, module: nn.Module) -> bool:
+        """Return True if a call of the model, `module`, is part of a micro-batch, and is not transformed."""
+        return self.is_on and module.training and torch.is_grad_enabled() and not is_transformed()
+
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.is_on or not module.training or not torch.is_grad_enabled():
+        if not self._is_training(module):
             return
         self.num_forwards += 1
         inputs = self._batch if isinstance(self._batch, Mapping) else by_name(module, args, kwargs)
         self._run.phase.begin_forward({} if inputs is None else inputs)
 
     def _forward_ends(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.is_on and module.training and torch.is_grad_enabled():
+        if self._is_training(module):
             self._run.phase.note_loss(getattr(output, "loss", None), None)
 
     def _optimizer_begins(self, optimizer: Any, *_: Any) -> None:

@@ -107,7 +107,8 @@ class LiveStep:
         self._stack.enter_context(self._meter)
         self._begin_seconds = self._measurement.seconds_at(self.device)
         self._aside_seconds = 0.0
-        self.enter_forward()
+        if self.sizes:
+            self.enter_forward()
 
     def note_batch(self, batch: Batch) -> None:
         """Set the batch of a micro-batch that began before its batch was known. Do nothing if it was known."""
@@ -123,7 +124,8 @@ class LiveStep:
         self._batch_keys = {storage_key_of(tensor) for _, tensor in argument_tensors((), dict(batch.tensors))}
 
     def enter_forward(self) -> None:
-        """Enter the saved-tensor hooks around a call of the model, in which autograd saves tensors."""
+        """Enter the saved-tensor hooks around a call of the model, in which autograd saves tensors. Outside of such a
+        call, they would stop `torch.func.grad`."""
         if outer_hooks() is None:  # else each block refuses the hooks around it, unless they are these
             self.hooks.begin()
 
@@ -172,6 +174,9 @@ class LiveStep:
         if self.device.type == "cpu" and not self.called:  # on a GPU, the allocator counts the buckets
             self.bucket_bytes = bucket_bytes()
             self._static_bytes += self.bucket_bytes
+
+        if is_first:  # the loop may call blocks outside of the model's forward
+            self.enter_forward()
 
         def record() -> Any:
             with self.aside():

@@ -29,8 +29,8 @@ from adacc_hf.torch_glue.compat import FLAG, SETTER, Cache, PreTrainedModel, lay
 from adacc_hf.torch_glue.private import (
     current_autograd_node,
     eval_frame_callback,
+    is_transformed,
     outer_hooks,
-    transform_level,
     unwritten_originals,
 )
 from adacc_hf.torch_glue.second_run import checkpoint_call
@@ -166,18 +166,19 @@ class BlockFunction:
         blocks.add(self.block)
 
     def _has_no_storage(self, args: tuple[Any, ...]) -> bool:
-        """Return True if the tensors in `args` have no storage: on device "meta", or inside a torch.func transform."""
+        """Return True if the tensors in `args` have no storage (on device "meta"), or may stand for several
+        (`is_transformed`)."""
         if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             return True
-        is_transformed = transform_level() is not None
-        if is_transformed and not self._has_warned_of_transform:
+        has_transform = is_transformed()
+        if has_transform and not self._has_warned_of_transform:
             self._has_warned_of_transform = True
             log.warning(
-                "Adacc: block %s runs inside a torch.func transform (grad, vmap, jvp), whose tensors cannot be "
-                "recorded: its calls there run plainly and save no memory",
+                "Adacc: block %s runs inside a torch.func transform (grad, vmap, jvp) or forward-mode AD, where calls "
+                "cannot be recorded: its calls there run plainly and save no memory",
                 self.name,
             )
-        return is_transformed
+        return has_transform
 
     def set_calls(self, number: int) -> None:
         """Set how many calls of the block a step has, and begin a step. Added calls get the first call's strategy."""

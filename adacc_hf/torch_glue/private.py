@@ -192,7 +192,11 @@ def attention_operator(kind: str) -> Any:
 
 eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None or False if Dynamo is inactive
 _STARTS = tuple(private_name("torch.autograd.profiler", name) for name in ("_prepare_profiler", "_enable_profiler"))
-transform_level = torch._C._functorch.maybe_current_level  # nested torch.func transforms; None outside of them
+
+
+def is_transformed() -> bool:
+    """Return True inside a torch.func transform, or inside a level of forward-mode AD (`forward_ad.dual_level`)."""
+    return torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def is_profiling() -> bool:

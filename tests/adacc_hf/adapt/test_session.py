@@ -235,6 +235,25 @@ def test_training_is_plain_training(step):
     assert run.session.state.loop.num_micro == (2 if step in IN_MICRO_BATCHES else 1)
 
 
+@stepping
+def around_a_transform(model, batch):
+    """The loop differentiates the model by torch.func, which refuses saved-tensor hooks, before and after it trains."""
+
+    def gradient_of(inputs):
+        return torch.func.grad(lambda hidden: model(inputs_embeds=hidden, labels=batch["labels"]).loss)(inputs)
+
+    embeddings = model.transformer.wte(batch["input_ids"]).detach()
+    inputs = embeddings + 0.1 * gradient_of(embeddings).sign()
+    loss = model(inputs_embeds=inputs, labels=batch["labels"]).loss
+    return loss + gradient_of(inputs).square().sum()
+
+
+def test_a_model_inside_a_transform_is_no_forward_of_the_run():
+    run = train_as_plain(around_a_transform, BATCHES[:3], **LOSSLESS, memory_budget=0.9)
+    assert run.session.num_steps == 3
+    assert run.session.policy is not None
+
+
 def test_gradients_that_the_loop_keeps_count():
     run = train_as_plain(by_closure, BATCHES[:3], memory_budget="1GiB", **LOSSLESS)
     known = [*run.model.parameters(), BATCHES[0]["input_ids"]]

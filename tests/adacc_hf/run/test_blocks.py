@@ -9,6 +9,7 @@ import pytest
 import torch
 from recomputed_models import recompute_all
 from torch import nn
+from torch.autograd import forward_ad
 from transformers import DynamicCache, EncoderDecoderCache, SwinConfig, SwinForImageClassification
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model, remove_policy
@@ -385,8 +386,8 @@ def test_a_policy_of_a_part_within_another_is_named(plain_model):
         plain_model(**batch)
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap"])
-def test_within_torch_func_blocks_run_plainly(plain_model, caplog, transform):
+@pytest.mark.parametrize("transform", ["grad", "vmap", "dual level"])
+def test_within_a_transform_blocks_run_plainly(plain_model, caplog, transform):
     batch = {"x": torch.randn(2, 8)}
 
     def loss(x):
@@ -395,7 +396,10 @@ def test_within_torch_func_blocks_run_plainly(plain_model, caplog, transform):
     def run():
         if transform == "vmap":
             return torch.func.vmap(loss)(torch.stack([batch["x"], batch["x"] + 1]))
-        return torch.func.grad(loss)(batch["x"])
+        if transform == "grad":
+            return torch.func.grad(loss)(batch["x"])
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(loss(forward_ad.make_dual(batch["x"], torch.ones(2, 8)))).tangent
 
     plain = run()
     with recompute_all(plain_model, batch, LAYERS, LAYERS):
