@@ -25,6 +25,7 @@ from adacc_hf.tape.tape import Tape
 from adacc_hf.tape.tape_cache import TapeCache
 from adacc_hf.tape.tiled_rows import in_tiles
 from adacc_hf.torch_glue.distributed import is_sharded
+from adacc_hf.torch_glue.private import num_dispatch_modes
 from adacc_hf.torch_glue.second_run import checkpoint_call
 
 
@@ -180,6 +181,7 @@ class BlockExecutor:
             return False
         is_counted = is_checked_call(next(entry.calls))
         is_due = is_counted or entry.plan.tape.is_unchecked or self.known_shapes.paths.is_partial
+        is_due |= num_dispatch_modes() > 0  # the loop's mode may change operators, and be gone in backward
         entry.plan.tape.is_unchecked &= not is_due
         return is_due
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch._C import _autograd
-from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch.autograd.function import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -33,6 +32,7 @@ from adacc_hf.torch_glue.dynamo_gaps import (
     opaque_functions,
 )
 from adacc_hf.torch_glue.memory import garbage_collection_disabled
+from adacc_hf.torch_glue.private import num_dispatch_modes
 from adacc_hf.torch_glue.watchers import patched
 
 Scope = dict[str, Any]

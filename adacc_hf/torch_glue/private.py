@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass, TensorBase
+from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -38,7 +39,8 @@ from adacc_hf.torch_glue.watchers import Watchers, patched
 __all__ = [  # names of torch, which other files import from here
     "DataDependentOutputException", "DisableTorchFunctionSubclass", "DynamicOutputShapeException", "FakeTensorMode",
     "HigherOrderOperator", "OpOverload", "TensorBase", "TorchDispatchMode", "is_traceable_wrapper_subclass",
-    "no_dispatch", "tree_leaves", "tree_map", "tree_map_only", "unset_fake_temporarily", "without_modes",
+    "no_dispatch", "num_dispatch_modes", "tree_leaves", "tree_map", "tree_map_only", "unset_fake_temporarily",
+    "without_modes",
 ]  # fmt: skip
 
 ATTRIBUTES: list[tuple[str, str]] = []  # (class or module, attribute) that `private_name` has registered

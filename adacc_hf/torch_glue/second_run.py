@@ -25,7 +25,14 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from adacc_hf.artifacts.errors import BLOCK_CLASSES_HINT, CheckpointMismatchError, UnrestorableError
 from adacc_hf.kernels._layout import is_dense
 from adacc_hf.torch_glue.block_state import BlockState, changes_in_place, report_change
-from adacc_hf.torch_glue.private import outer_hooks, tree_leaves, version_of, viewed_tensor, without_modes
+from adacc_hf.torch_glue.private import (
+    num_dispatch_modes,
+    outer_hooks,
+    tree_leaves,
+    version_of,
+    viewed_tensor,
+    without_modes,
+)
 from adacc_hf.torch_glue.rng_state import RandomStates
 from adacc_hf.torch_glue.tensors import Checksum, bytes_in_order, checksum_of_bytes, is_fake, is_plain, local_of
 from adacc_hf.torch_glue.zero3 import saved_tensor, without_gathered_memory
@@ -51,11 +58,13 @@ def measuring() -> Iterator[None]:
 
 
 def comparison(block: nn.Module, has_same_inputs: bool, repeats_code: bool) -> RunComparison | None:
-    """Return what compares the runs of a checkpointed call, or None if other inputs or a traced graph run again."""
+    """Return what compares the runs of a checkpointed call, or None if other inputs or a traced graph run again.
+    The graph's run is compared inside a dispatch mode."""
     if _is_measuring.get():
         return None
     is_whole = not _may_end_early.get(block, False)
-    is_partial = has_same_inputs and repeats_code and block not in _varying
+    may_differ = repeats_code or num_dispatch_modes() > 0  # a mode may change operators, and be gone in backward
+    is_partial = has_same_inputs and may_differ and block not in _varying
     return RunComparison(block, is_whole, has_same_inputs) if is_whole or is_partial else None
 
 

@@ -3,6 +3,7 @@
 import logging
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adacc_hf import AdaccConfig, apply_policy, profile_model
-from adacc_hf.artifacts.errors import PolicyMismatchError, TapeMismatchError
-from adacc_hf.solve.simple_policies import random_policy, uniform_policy
+from adacc_hf.artifacts.errors import CheckpointMismatchError, PolicyMismatchError, TapeMismatchError
+from adacc_hf.solve.simple_policies import checkpoint_policy, random_policy, uniform_policy
 from adacc_hf.tape.execution_plan import ExecutionPlan
 from adacc_hf.tape.recorder import Recorder
 from adacc_hf.torch_glue.compat import no_packed_sequences
@@ -265,6 +266,24 @@ def test_a_steady_step_enters_no_dispatch_mode(gpt2, batch, gpt2_profile, run_st
             run_steps(gpt2, batch, num_steps=2)
             assert entered == expected
             entered.clear()
+
+
+class DoubledTanh(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if func is torch.ops.aten.tanh.default else result
+
+
+@pytest.mark.parametrize("make_policy", [partial(uniform_policy, action="recompute"), checkpoint_policy])
+def test_operators_that_a_dispatch_mode_changes_in_forward_only_are_noticed(
+    gpt2, batch, gpt2_profile, run_steps, make_policy
+):
+    with apply_policy(gpt2, make_policy(gpt2_profile)):
+        run_steps(gpt2, batch, num_steps=6)
+        with DoubledTanh():
+            loss = gpt2(**batch).loss
+        with pytest.raises((TapeMismatchError, CheckpointMismatchError), match=r"other (bits|numbers)"):
+            loss.backward()
 
 
 # R12: tensors read from outside the call
