@@ -126,8 +126,15 @@ class LiveStep:
     def enter_forward(self) -> None:
         """Enter the saved-tensor hooks around a call of the model, in which autograd saves tensors. Outside of such a
         call, they would stop `torch.func.grad`."""
+        if self.is_elsewhere:  # the first block refuses to run
+            return
         if outer_hooks() is None:  # else each block refuses the hooks around it, unless they are these
             self.hooks.begin()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True in another thread than the step began in, whose meter a meter of this thread would wait for on a CPU."""
+        return self.device.type == "cpu" and get_ident() != self.thread
 
     def _prepare_head(self, model: nn.Module) -> None:
         """Observe the losses, if the config allows a chunked head. Chunk them if whole logits may exceed the budget."""
@@ -317,8 +324,7 @@ class _LiveStrategy:
     def run(self, block: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if current_autograd_node() is not None:  # code within backward, where no profiler can begin
             return fn(*args, **kwargs)
-        # On a CPU, a memory meter of this thread would wait for that of the other one.
-        if self.live.device.type == "cpu" and get_ident() != self.live.thread:
+        if self.live.is_elsewhere:
             raise ConcurrentCallError(f"block {self.name} runs in another thread than the step began in: {ONE_THREAD}")
         self.num_calls += 1
         name, is_first = call_name(self.name, self.num_calls), self.is_first and self.num_calls == 1

@@ -147,8 +147,9 @@ class PlanEntries:
     def choices(self, tape: Tape) -> tuple[dict[int, Choice], bool]:
         """Return (choice by value of `tape`, True if `tape` has the operators that the plan was made for).
 
-        With the plan's operators, values whose planned choice is impossible are retained. With other operators, each
-        value gets the choice with the least memory, except in a block that runs plainly.
+        With the plan's operators, values whose planned choice is impossible are retained. With other operators, values
+        that match planned ones of the same dtype, stored without loss, follow the plan, and others get the choice with
+        the least memory.
 
         Raise PolicyMismatchError if the tape's operators differ from those of the same call in the profile, unless the
         block has run the planned operators before: operators may change, when weights are frozen for example.
@@ -172,8 +173,13 @@ class PlanEntries:
                 return {}, False
             if not is_complete:
                 self.tape_cache.warn_unplanned(self.name, tape)
-            # A planned choice may store more bytes of other operators, as in another precision.
-            planned = dict(self.plan.choices) if is_complete else {}
+            planned = dict(self.plan.choices)
+            if planned_tape is not None and not is_complete:  # values of another precision may store more bytes
+                before, now = planned_tape.values, tape.values
+                for value, choice in self.plan.choices:
+                    is_like = value in matching and before[value].ref.dtype is now[matching[value]].ref.dtype
+                    if not is_like or (choice.codec is not None and not codec_of(choice).lossless):
+                        del planned[value]
             return choices_by_value(planned, tape, matching), is_complete
         choices = dict(self.plan.choices)
         retained = unfit_values(choices, tape)

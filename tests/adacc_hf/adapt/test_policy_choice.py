@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +127,6 @@ def test_most_of_four_batches_diverged_if_three_ran_other_operators(gpt2_like_pr
         shapes,
     )
     for number in range(4):
-        choice.end_micro_batch({"other operators": 2} if number < num_diverged else {})
+        choice.end_micro_batch({"other operators": Counter(h0=1, h1=1)} if number < num_diverged else {})
     assert choice.most_diverged() == is_most
     assert not choice.most_diverged(), "batches count from the last call on"

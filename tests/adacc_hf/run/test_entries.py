@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
+from function_builders import tanh_of
 
-from adacc_hf import AdaccConfig, apply_policy, profile_model, solve_policy
-from adacc_hf.artifacts.policy import Action
+from adacc_hf import AdaccConfig, apply_policy, profile_model
+from adacc_hf.artifacts.policy import RETAIN
 from adacc_hf.run import entries as entries_module
-from adacc_hf.solve.simple_policies import uniform_policy
+from adacc_hf.solve.simple_policies import policy_of_plans, uniform_policy
 from adacc_hf.tape import symbolic_tape
 
 CONFIG = AdaccConfig(min_compress_bytes=0)
@@ -59,24 +61,26 @@ def test_the_least_recently_used_shape_is_forgotten(gpt2, token_batch, recomputi
     assert sizes == [(2, 5, 32), (2, 7, 32)]
 
 
-def test_other_operators_follow_no_plan(toy_model, run_steps):
-    """A call with other operators than the planned ones, for which a planned choice may store more bytes, stores as
-    little under a policy that retains some activations as under full recomputation."""
+@pytest.mark.parametrize(("change", "is_followed"), [("sine", True), ("autocast", False)])
+def test_other_operators_follow_the_plan_in_the_same_precision(toy_model, run_steps, change, is_followed):
+    """A planned choice may store more bytes of another dtype. Then a call stores as under full recomputation."""
 
     def forward(block, hidden):
-        hidden = block.up(hidden).tanh().exp()
-        return block.down(hidden.sin() if block.is_other else hidden)
+        with torch.autocast("cpu", torch.bfloat16, enabled=block.change == "autocast"):
+            hidden = block.up(hidden).tanh().exp()
+            return block.down(hidden.sin() if block.change == "sine" else hidden).float()
 
-    model, choices = toy_model(forward, setup=lambda block: setattr(block, "is_other", False)), []
+    model, choices = toy_model(forward, setup=lambda block: setattr(block, "change", None)), []
     profile = profile_model(model, text_of(10), CONFIG)
-    retaining = solve_policy(profile, 0.7, replace(CONFIG, actions=("retain", "recompute")))
-    assert {choice.action for _, choice in retaining.plans[0].choices} == {Action.RETAIN, Action.RECOMPUTE}
-    for policy in (retaining, uniform_policy(profile, "recompute")):
+    least, tanh = uniform_policy(profile, "recompute"), tanh_of(profile).index
+    retaining = tuple((v, RETAIN if v == tanh else choice) for v, choice in least.plans[0].choices)
+    plans = [replace(plan, choices=retaining) for plan in least.plans * len(profile.blocks)]
+    for policy in (policy_of_plans(profile, plans), least):
         with apply_policy(model, policy) as handle:
             for layer in model.layers:
-                layer.is_other = True
+                layer.change = change
             run_steps(model, text_of(10), num_steps=1)
             entries = handle.installation.calls["layers.0"].strategy.entries
             choices += [entries.choices(entry.tape) for entry in entries.recorded.values()]
     assert len(choices) == 2
-    assert choices[0] == choices[1]
+    assert (choices[0] != choices[1]) == is_followed
