@@ -244,7 +244,7 @@ def test_a_convolution_whose_kernel_is_chosen_by_time_is_not_replayed(monkeypatc
 @pytest.mark.gpu
 def test_products_of_halves_are_added_to_the_gradient_of_a_head_while_they_are_made(monkeypatch):
     """Each chunk's product of 16-bit factors is added to the head's float32 gradient inside the product."""
-    width, classes, num_rows = 64, 2048, 256
+    width, classes, num_rows = 64, 2048, 512  # eight chunks
     rows, weight = (torch.randn(n, width, device="cuda") for n in (num_rows, classes))
     rows, weight = rows.requires_grad_(), weight.mul_(0.1).requires_grad_()
     target = torch.randint(0, classes, (num_rows,), device="cuda")
@@ -259,7 +259,7 @@ def test_products_of_halves_are_added_to_the_gradient_of_a_head_while_they_are_m
     monkeypatch.setattr(torch, "addmm", addmm_and_record)
 
     def gradient(dtype):
-        chunked_cross_entropy(rows, weight, None, target, dtype=dtype, num_rows=32).backward()
+        chunked_cross_entropy(rows, weight, None, target, dtype=dtype).backward()
         weight_gradient, weight.grad = weight.grad, None
         return weight_gradient
 
