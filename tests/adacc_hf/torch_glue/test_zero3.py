@@ -131,7 +131,7 @@ def test_lossless_policies_are_bit_equal_to_plain_zero3(model, dtype, settings):
     [
         ("lora", "float32", {}),
         ("gpt2", "bf16", FEW_LIVE),
-        ("llama", "float32", {"leaf_module": {"classes": ["LlamaMLP"]}}),
+        ("llama", "float32", NO_PREFETCH),
     ],
 )
 def test_training_in_tiles_equals_plain_zero3(model, dtype, settings):
