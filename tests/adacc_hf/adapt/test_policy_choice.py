@@ -29,7 +29,7 @@ def test_other_lengths_get_policies_of_their_own(make_trainer):
     assert shortest < shorter < first < longest
 
 
-@pytest.mark.parametrize(("solver_ms", "solved_at"), [(0.0, 10), (1e9, None)])
+@pytest.mark.parametrize(("solver_ms", "solved_at"), [pytest.param(0.0, 10, marks=pytest.mark.gate), (1e9, None)])
 def test_a_size_borrows_a_policy_until_a_solver_run_pays(make_trainer, make_model, monkeypatch, solver_ms, solved_at):
     monkeypatch.setattr(policy_choice, "SOLVER_MS", solver_ms)
     monkeypatch.setattr(policy_fit, "USED_UP", 1.0)  # most of this model's memory is weights at any size
